@@ -1,0 +1,96 @@
+"""What an engine runs with. `EngineArgs` is what a user said; `EngineConfig` is that, resolved and checked once.
+
+Both are torch-free: the frontend reads them without loading a device library.
+"""
+
+import msgspec
+
+from deepserve.engine.request import Limits
+from deepserve.model.config import ModelConfig
+from eplb.config import EPLBConfig
+from hw.topology import ParallelConfig
+
+PAGE_SIZE = 64
+DTYPES = ("auto", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one engine, by the names of `deepserve serve` flags and of `LLM(...)`."""
+
+    model: str = "deepserve-tiny"  # folder, hub id, or the name of the shipped model
+    revision: str | None = None
+    device: str = "cpu"  # a backend of hw.select
+    dtype: str = "auto"
+    load_format: str = "auto"  # "dummy": seeded random weights, no checkpoint needed
+    seed: int = 0  # of dummy weights
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0  # most prompt tokens of one sequence in a step; 0: the whole budget
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+    num_pages: int | None = None  # overrides the memory budget
+    num_redundant_experts: int = 0
+    max_dispatch_tokens_per_rank: int = 128  # cap of the low-latency expert dispatch
+    batch_invariant: bool = False
+    num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a rank needs to start, checked. Build it with `EngineConfig.resolve`."""
+
+    args: EngineArgs
+    model_path: str
+    model: ModelConfig
+    parallel: ParallelConfig
+    eplb: EPLBConfig
+    max_model_len: int
+    page_size: int = PAGE_SIZE
+
+    @classmethod
+    def resolve(cls, args: EngineArgs, model_path: str, model: ModelConfig) -> "EngineConfig":
+        """Compose and check. Raises ValueError with the offending value."""
+        if args.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {args.dtype!r}")
+        if args.load_format not in LOAD_FORMATS:
+            raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {args.load_format!r}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_dispatch_tokens_per_rank"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+        for name in ("num_pages", "num_threads", "kv_cache_memory_bytes", "max_model_len"):
+            if getattr(args, name) is not None and getattr(args, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+        if args.long_prefill_token_threshold < 0:
+            raise ValueError(f"long_prefill_token_threshold must be at least 0, got {args.long_prefill_token_threshold}")
+        if not 0.0 < args.memory_utilization <= 1.0:
+            raise ValueError(f"memory_utilization must be above 0 and at most 1, got {args.memory_utilization}")
+        max_model_len = args.max_model_len or model.max_position_embeddings
+        if max_model_len > model.max_position_embeddings:
+            raise ValueError(f"max_model_len {max_model_len} exceeds the {model.max_position_embeddings} positions of the model")
+        if not args.enable_chunked_prefill and args.max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens {args.max_num_batched_tokens} "
+                f"is below max_model_len {max_model_len}"
+            )
+        parallel = ParallelConfig(dp=args.data_parallel_size, tp=args.tensor_parallel_size)
+        if parallel.num_ranks > 1:
+            raise ValueError(
+                f"tensor_parallel_size {parallel.tp} x data_parallel_size {parallel.dp}: this version runs one rank, both must be 1"
+            )
+        return cls(
+            args=args,
+            model_path=model_path,
+            model=model,
+            parallel=parallel,
+            eplb=EPLBConfig(args.num_redundant_experts),
+            max_model_len=max_model_len,
+        )
+
+    def limits(self, num_pages: int) -> Limits:
+        """What a request may ask for, given the pages a rank found room for."""
+        return Limits(vocab_size=self.model.vocab_size, max_model_len=self.max_model_len, max_seq_tokens=num_pages * self.page_size)

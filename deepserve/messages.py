@@ -1,0 +1,109 @@
+"""Messages between processes: msgspec structs, tagged, versioned, never pickled.
+
+Frontend -> engine: `Submit`, `Abort`, `Drain`, `Stop`. Engine -> frontend: `Register`, `Heartbeat`, `Outputs`, `Goodbye`.
+One message is one ZMQ frame of msgpack; the engine's DEALER socket connects to the frontend's ROUTER socket.
+"""
+
+import msgspec
+
+from deepserve.engine.request import PositionLogprobs, SamplingParams, SequenceOutput
+
+PROTOCOL_VERSION = 1
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
+    """One request, already validated (`deepserve.engine.request.validate`)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str = ""
+    arrival_s: float = 0.0  # time.time() at the frontend
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """Forget these requests and free their pages; unknown ids are ignored. No output follows for them."""
+
+    request_ids: list[str]
+
+
+class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
+    """Finish what is accepted, then say `Goodbye` and exit 0."""
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
+    """Say `Goodbye` and exit 0 now, whatever is running."""
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """What one DP rank carries at one moment; counters grow from engine start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_held_pages: int = 0
+    num_cached_pages: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+
+
+class Register(msgspec.Struct, tag="register", array_like=True, frozen=True):
+    """An engine rank is loaded and can take requests."""
+
+    protocol_version: int
+    instance: str
+    role: str  # "unified", "prefill" or "decode"
+    dp_rank: int
+    model_fingerprint: str
+    weight_version: int
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    page_size: int
+    num_pages: int
+    pid: int
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
+    """Sent every second, busy or idle."""
+
+    load: Load
+
+
+class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
+    """What one step produced for this frontend's requests."""
+
+    outputs: list[SequenceOutput]
+    load: Load
+
+
+class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
+    """The engine ends; `error` is empty for an orderly end, else the sentence that explains it."""
+
+    error: str = ""
+
+
+ToEngine = Submit | Abort | Drain | Stop
+FromEngine = Register | Heartbeat | Outputs | Goodbye
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Abort",
+    "Drain",
+    "FromEngine",
+    "Goodbye",
+    "Heartbeat",
+    "Load",
+    "Outputs",
+    "PositionLogprobs",
+    "Register",
+    "SamplingParams",
+    "SequenceOutput",
+    "Stop",
+    "Submit",
+    "ToEngine",
+]  # fmt: skip
