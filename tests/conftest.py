@@ -1,0 +1,43 @@
+"""For every test: random numbers that depend on its name only, two torch threads, and no process left behind at the end."""
+
+import random
+import sys
+import zlib
+
+import psutil
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seeds every generator from the test's id, so a test gives the same numbers alone and in any order."""
+    value = zlib.crc32(request.node.nodeid.encode())
+    random.seed(value)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(value)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(value)
+        torch.set_num_threads(2)
+    return value
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_process_left():
+    """Set up before any other fixture, hence torn down after all of them: a child that still runs is a test's mistake."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    children = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    # Python's own helper of the "spawn" start method lives until the interpreter exits.
+    children = [child for child in children if not any("resource_tracker" in word for word in _command(child))]
+    _, alive = psutil.wait_procs(children, timeout=5)
+    left = [f"{child.pid}: {' '.join(_command(child))}" for child in alive]
+    for child in alive:
+        child.kill()
+    assert not left, "processes left by the tests:\n" + "\n".join(left)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
