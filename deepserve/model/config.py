@@ -152,8 +152,8 @@ def _float(config: dict[str, Any], key: str, default: Any = _REQUIRED) -> Any:
     value = _lookup(config, (key,), default)
     if value is default:
         return value
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{key} must be a number of at least 0, got {value!r}")
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise ValueError(f"{key} must be a number above 0, got {value!r}")
     return float(value)
 
 
@@ -202,8 +202,10 @@ def _rope(config: dict[str, Any]) -> tuple[float, YarnConfig | None]:
 
 def _yarn(rope: dict[str, Any]) -> YarnConfig:
     for key, only in (("attention_factor", None), ("truncate", True)):
-        if rope.get(key) not in (None, only):
+        if rope.get(key, only) not in (None, only):
             raise ValueError(f"rope scaling with {key} {rope[key]!r} is not supported")
+    # A zero means the same as no key, here and for beta_fast and beta_slow.
+    rope = {key: value for key, value in rope.items() if value != 0}
     mscale, mscale_all_dim = _float(rope, "mscale", 0.0), _float(rope, "mscale_all_dim", 0.0)
     # With only one of them, transformers and DeepSeek's own code scale the rotation differently, unless mscale is 1.
     if bool(mscale) != bool(mscale_all_dim) and (mscale, mscale_all_dim) != (1.0, 0.0):

@@ -17,12 +17,14 @@ def resolve_model(name: str, revision: str | None = None, *, with_weights: bool 
 
     `with_weights` False fetches only the small files, for dummy weights. Raises ValueError with a sentence about `name`.
     """
+    if not name:  # Path("") would be the working directory
+        raise ValueError("model '' is not a folder on this machine")
     folder = Path(name).expanduser()
     if folder.is_dir() or name == SHIPPED_MODEL:
         if revision is not None:
             raise ValueError(f"revision {revision!r} is for models of the hub, {name!r} is a folder on this machine")
         return folder if folder.is_dir() else SHIPPED_FOLDER
-    if not name or name.startswith((".", "/", "~")) or folder.exists():
+    if name.startswith((".", "/", "~")) or folder.exists():
         raise ValueError(f"model {name!r} is not a folder on this machine")
     return _download(name, revision, with_weights)
 
@@ -34,10 +36,10 @@ def _download(name: str, revision: str | None, with_weights: bool) -> Path:
     try:
         # The pattern to ignore keeps to the top folder: some repositories hold a second copy of the weights below it.
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
-    except (OSError, ValueError) as error:  # HTTP and offline errors are OSErrors, an impossible id is a ValueError
-        reason = str(error).strip() or type(error).__name__
+    except Exception as error:  # errors of whichever HTTP library the hub client uses are among them
         at = "" if revision is None else f" at revision {revision!r}"
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"model {name!r} is neither a folder on this machine nor the shipped {SHIPPED_MODEL!r}, and the Hugging Face hub has no such "
-            f"model for us{at}: {' '.join(reason.split())}"
+            f"model {name!r} is neither a folder on this machine nor the shipped {SHIPPED_MODEL!r}, and fetching it{at} "
+            f"from the Hugging Face hub failed: {reason}"
         ) from error

@@ -1,0 +1,134 @@
+"""The decoder: where mla and moe meet. One class serves DeepSeek-V2, V3 and their kin; the config says which parts exist."""
+
+from dataclasses import dataclass
+
+import torch
+
+from deepserve.model.config import ModelConfig
+from eplb.placement import Placement, initial_placement
+from hw.api import Backend, ExpertMode
+from hw.cache_spec import CacheSpec
+from hw.topology import ParallelConfig
+from hw.weights import Weight
+from mla.cache import latent_cache
+from mla.layer import MLALayer
+from mla.metadata import AttnMetadata
+from mla.rope import rope_table
+from moe.layer import MoELayer
+from moe.mlp import MLP
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every layer of one rank is built from."""
+
+    config: ModelConfig
+    backend: Backend
+    dtype: torch.dtype
+    parallel: ParallelConfig
+    rank: int
+    num_redundant_experts: int
+    rope: torch.Tensor  # [max_model_len, rope_dim] fp32
+
+
+class DecoderLayer:
+    """Norm, attention, norm, MLP, with the residual carried beside the hidden state so that each add joins the next norm."""
+
+    def __init__(self, build: Build, layer_idx: int):
+        config, ops, device = build.config, build.backend.ops, build.backend.runtime.device
+        prefix = f"model.layers.{layer_idx}"
+        self.ops, self.eps, self.prefix = ops, config.rms_norm_eps, prefix
+        self.input_norm = torch.empty(config.hidden_size, dtype=build.dtype, device=device)
+        self.post_norm = torch.empty(config.hidden_size, dtype=build.dtype, device=device)
+        heads = config.mla.num_heads // build.parallel.tp
+        first_head = build.parallel.place(build.rank).tp * heads
+        self.attention = MLALayer(
+            config.mla, ops, prefix=f"{prefix}.self_attn", dtype=build.dtype, device=device, table=build.rope,
+            first_head=first_head, num_heads=heads,
+        )  # fmt: skip
+        self.moe: MoELayer | None = None
+        self.dense: MLP | None = None
+        if config.is_moe_layer(layer_idx):
+            assert config.moe is not None
+            placement = initial_placement(config.moe.num_experts, build.parallel.ep, build.num_redundant_experts)
+            ep_rank = build.parallel.place(build.rank).ep
+            self.moe = MoELayer(config.moe, build.backend, placement, ep_rank, prefix=f"{prefix}.mlp", dtype=build.dtype)
+        else:
+            self.dense = MLP(config.hidden_size, config.intermediate_size, ops, prefix=f"{prefix}.mlp", dtype=build.dtype, device=device)
+
+    def weights(self) -> list[Weight]:
+        hidden = (self.input_norm.shape[0],)
+        mlp = self.moe if self.moe is not None else self.dense
+        assert mlp is not None
+        return [
+            Weight(name=f"{self.prefix}.input_layernorm.weight", shape=hidden, target=self.input_norm, kind="norm"),
+            Weight(name=f"{self.prefix}.post_attention_layernorm.weight", shape=hidden, target=self.post_norm, kind="norm"),
+            *self.attention.weights(),
+            *mlp.weights(),
+        ]
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttnMetadata, cache: torch.Tensor, mode: ExpertMode
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual `[num_tokens, hidden]` -> the same pair; the layer's output is their sum."""
+        if residual is None:
+            x, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
+        else:
+            x, residual = self.ops.add_rms_norm(x, residual, self.input_norm, self.eps)
+        x = self.attention.forward(x, meta, cache)
+        x, residual = self.ops.add_rms_norm(x, residual, self.post_norm, self.eps)
+        x = self.dense.forward(x) if self.moe is None else self.moe.forward(x, mode)
+        return x, residual
+
+
+class Decoder:
+    """Embedding, layers, final norm, head. Holds weights; caches belong to the runner."""
+
+    def __init__(
+        self, config: ModelConfig, backend: Backend, dtype: torch.dtype, *, parallel: ParallelConfig, rank: int, max_model_len: int,
+        num_redundant_experts: int,
+    ):  # fmt: skip
+        device = backend.runtime.device
+        rope = rope_table(config.mla, max_model_len, device)
+        build = Build(config, backend, dtype, parallel, rank, num_redundant_experts, rope)
+        self.config, self.ops, self.dtype = config, backend.ops, dtype
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = [DecoderLayer(build, i) for i in range(config.num_layers)]
+        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
+
+    def weights(self) -> list[Weight]:
+        """Everything this rank holds, by checkpoint name."""
+        shape = tuple(self.embedding.shape)
+        found = [
+            Weight(name="model.embed_tokens.weight", shape=shape, target=self.embedding, kind="matrix"),
+            Weight(name="model.norm.weight", shape=tuple(self.norm.shape), target=self.norm, kind="norm"),
+        ]
+        if not self.config.tie_word_embeddings:
+            found.append(Weight(name="lm_head.weight", shape=shape, target=self.head))
+        return found + [weight for layer in self.layers for weight in layer.weights()]
+
+    def known_elsewhere(self) -> set[str]:
+        """Names of experts that belong to the model but may live on other ranks."""
+        return {name for layer in self.layers if layer.moe is not None for name in layer.moe.local.names()}
+
+    def placements(self) -> list[Placement | None]:
+        """Expert placement of each layer, None for dense ones."""
+        return [None if layer.moe is None else layer.moe.placement for layer in self.layers]
+
+    def cache_spec(self) -> CacheSpec:
+        """One latent entry per layer, in the model dtype."""
+        name = str(self.dtype).removeprefix("torch.")
+        return CacheSpec(tuple(latent_cache(self.config.mla, name) for _ in self.layers))
+
+    def forward(self, token_ids: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], mode: ExpertMode) -> torch.Tensor:
+        """token_ids `[num_tokens]` int64 -> hidden `[num_tokens, hidden]` after the final norm. Writes this step's latents to `caches`."""
+        x, residual = self.embedding[token_ids], None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual = layer.forward(x, residual, meta, cache, mode)
+        x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden `[R, hidden]` after the final norm -> `[R, vocab]` fp32."""
+        return self.ops.linear(hidden, self.head).float()
