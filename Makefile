@@ -16,6 +16,7 @@ VENV = .venv
 PYTHON = $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN = $(VENV)/bin
+STYLE = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 # torch comes first and by itself: as a mere dependency it would be PyPI's Linux build, which pulls gigabytes of CUDA
@@ -29,22 +30,17 @@ TORCH_INDEX = $(shell command -v nvidia-smi >/dev/null || echo https://download.
 serve: $(VENV)/.installed
 	@exec $(BIN)/deepserve serve --host $(HOST) --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-test: lint-style
-	@$(BIN)/python -m pytest -m "not long" $(ARGS)
+# Lint findings fail the run, but the tests run all the same and their summary stands last.
+test test-all: $(VENV)/.installed-test
+	@status=0; $(STYLE) || status=1; $(BIN)/python -m pytest $(SELECT) $(ARGS) || status=$$?; exit $$status
 
-test-all: lint-style
-	@$(BIN)/python -m pytest $(ARGS)
+test: SELECT = -m "not long"
 
-lint: lint-style
-	@$(BIN)/lint-imports
+lint: $(VENV)/.installed-test
+	@$(STYLE) && $(BIN)/lint-imports
 
 bench: $(VENV)/.installed-test
 	@set -e; for program in bench/*.py; do echo "== $$program"; $(BIN)/python $$program $(ARGS); done
-
-.PHONY: lint-style
-lint-style: $(VENV)/.installed-test
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/ruff format --check --quiet .
 
 $(VENV)/.torch:
 	@test -n "$(PYTHON)" || { echo "deepserve needs Python 3.11 or newer; found none on the PATH (or set PYTHON=...)" >&2; exit 1; }
