@@ -179,7 +179,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival_idx", "cache_salt", "end_token_ids", "index", "num_cached", "num_computed", "num_preemptions", "num_prompt",
+        "cache_salt", "end_token_ids", "index", "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_sent_pages",
         "page_hashes", "pages", "params", "prompt_logprobs", "request_id", "row", "tokens",
     )  # fmt: skip
 
@@ -195,14 +195,10 @@ class Sequence:
         self.pages: list[int] = []
         self.page_hashes: list[bytes] = []  # chain hashes of the full pages hashed so far
         self.row: int | None = None  # place in the runner's tables while running
-        self.arrival_idx = 0
+        self.num_sent_pages = 0  # pages the runner was told of
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0
         self.prompt_logprobs: list[PositionLogprobs | None] = []
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.request_id, self.index
 
     @property
     def num_generated(self) -> int:

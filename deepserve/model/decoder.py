@@ -108,10 +108,6 @@ class Decoder:
             found.append(Weight(name="lm_head.weight", shape=shape, target=self.head))
         return found + [weight for layer in self.layers for weight in layer.weights()]
 
-    def known_elsewhere(self) -> set[str]:
-        """Names of experts that belong to the model but may live on other ranks."""
-        return {name for layer in self.layers if layer.moe is not None for name in layer.moe.local.names()}
-
     def placements(self) -> list[Placement | None]:
         """Expert placement of each layer, None for dense ones."""
         return [None if layer.moe is None else layer.moe.placement for layer in self.layers]

@@ -1,0 +1,69 @@
+"""Plan and rows to input tensors: a pure function of both."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepserve.engine.rows import Rows
+from deepserve.engine.step import StepPlan
+from hw.api import ExpertMode, Segments
+from mla.metadata import AttnMetadata, DecodeMeta, PrefillMeta
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of one forward pass."""
+
+    token_ids: torch.Tensor  # [num_tokens] int64
+    meta: AttnMetadata
+    mode: ExpertMode
+    ends: np.ndarray  # [num_entries] index of each entry's last token among the step's tokens
+
+
+def build_batch(plan: StepPlan, rows: Rows, page_size: int, device: torch.device) -> Batch:
+    """Lay out a step's tokens as `mla.metadata` draws them."""
+    entry_rows = np.asarray(plan.rows, np.int64)
+    starts = np.asarray(plan.starts, np.int64)
+    counts = np.asarray(plan.counts, np.int64)
+    ends = counts.cumsum()
+    token_rows = entry_rows.repeat(counts)
+    # Position of each token: its entry's start plus its place in the entry.
+    positions = np.arange(ends[-1]) - (ends - counts - starts).repeat(counts)
+    slots = rows.page_table[token_rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    singles = plan.num_single
+    token_ids = [rows.tokens[row][start] for row, start in zip(plan.rows[:singles], plan.starts[:singles], strict=True)]
+    chunks = [
+        rows.tokens[row][start : start + count]
+        for row, start, count in zip(plan.rows[singles:], plan.starts[singles:], plan.counts[singles:], strict=True)
+    ]
+    tokens = np.concatenate((np.asarray(token_ids, np.int64), *chunks)).astype(np.int64)
+
+    seq_lens = (starts + counts).astype(np.int32)
+    max_pages = -(-int(seq_lens.max()) // page_size)
+    page_table = rows.page_table[entry_rows, :max_pages]
+
+    def to_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    decode = prefill = None
+    if singles:
+        decode = DecodeMeta(
+            num_seqs=singles,
+            query_len=1,
+            seq_lens=to_device(seq_lens[:singles]),
+            max_seq_len=int(seq_lens[:singles].max()),
+            page_table=to_device(page_table[:singles]),
+        )
+    if singles < len(plan.rows):
+        lens = plan.counts[singles:]
+        query_starts = np.zeros(len(lens) + 1, np.int32)
+        query_starts[1:] = np.cumsum(lens)
+        prefill = PrefillMeta(
+            queries=Segments(lens, to_device(query_starts)),
+            context_lens=plan.starts[singles:],
+            seq_lens=to_device(seq_lens[singles:]),
+            page_table=to_device(page_table[singles:]),
+        )
+    meta = AttnMetadata(to_device(positions), to_device(slots), decode, prefill)
+    return Batch(to_device(tokens), meta, ExpertMode(plan.expert_mode), ends - 1)

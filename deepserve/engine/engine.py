@@ -1,0 +1,132 @@
+"""The engine of one rank: requests in, tokens out, one `step()` at a time. No sockets; `loop.py` adds them."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from deepserve.config import EngineArgs, EngineConfig
+from deepserve.engine.memory import MemoryBudget, plan_memory
+from deepserve.engine.pages import Pages
+from deepserve.engine.request import Limits, SequenceOutput
+from deepserve.engine.runner import Runner
+from deepserve.engine.scheduler import Scheduler, SchedulerConfig
+from deepserve.messages import Load, Submit
+from deepserve.model.checkpoint import Checkpoint, dummy_weights, known_names, load_weights
+from deepserve.model.config import ModelConfig
+from deepserve.model.decoder import Decoder
+from deepserve.model.hub import resolve_model
+from hw.api import Backend
+from hw.select import open_backend
+
+logger = logging.getLogger(__name__)
+
+
+def resolve(args: EngineArgs) -> EngineConfig:
+    """From what a user said to a checked config: finds (or downloads) the model and reads its config. Raises ValueError."""
+    folder = resolve_model(args.model, args.revision, with_weights=args.load_format != "dummy")
+    return EngineConfig.resolve(args, str(folder), ModelConfig.from_folder(folder))
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread owns it."""
+
+    def __init__(self, config: EngineConfig, *, progress: bool | None = None):
+        """Loads the model. Raises ValueError for what cannot run, with the offending value or the table of memory."""
+        args = config.args
+        self.config = config
+        self.backend = open_backend(
+            args.device,
+            batch_invariant=args.batch_invariant,
+            max_dispatch_tokens_per_rank=args.max_dispatch_tokens_per_rank,
+            num_threads=args.num_threads,
+        )
+        started = time.perf_counter()
+        model = load_model(config, self.backend, progress=progress)
+        weight_bytes = sum(weight.target.nbytes for weight in model.weights())
+        self.memory: MemoryBudget = plan_memory(config, model.cache_spec(), self.backend.runtime, weight_bytes)
+        self.pages = Pages(self.memory.num_pages, config.page_size, prefix_caching=args.enable_prefix_caching)
+        self.scheduler = Scheduler(scheduler_config(config), self.pages)
+        self.runner = Runner(
+            model,
+            self.backend,
+            num_pages=self.memory.num_pages,
+            page_size=config.page_size,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=config.max_model_len,
+        )
+        seconds = time.perf_counter() - started
+        logger.info("loaded %s as %s in %.1f s\n%s", config.model_path, model.dtype, seconds, self.memory.table())
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may ask for."""
+        return self.config.limits(self.memory.num_pages)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, request: Submit) -> None:
+        """Queue a validated request."""
+        self.scheduler.add(request.request_id, request.prompt_token_ids, request.params, request.cache_salt)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests and free their pages; unknown ids are ignored."""
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+
+    def step(self, receive: Callable[[], None] = lambda: None) -> list[SequenceOutput]:
+        """Receive, plan, run, apply; the caller sends. Empty when nothing could run."""
+        receive()
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        return self.scheduler.apply(self.runner.run(plan))
+
+    def load(self) -> Load:
+        """What this rank carries now."""
+        scheduler, pages = self.scheduler, self.pages
+        return Load(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_pages=pages.num_pages,
+            num_held_pages=pages.num_held,
+            num_cached_pages=pages.num_cached,
+            **vars(scheduler.stats),
+        )
+
+
+def load_model(config: EngineConfig, backend: Backend, *, rank: int = 0, progress: bool | None = None) -> Decoder:
+    """Build this rank's part of the model and fill it from the checkpoint, or with seeded random weights."""
+    args = config.args
+    dtype_name = backend.runtime.compute_dtype(config.model.dtype) if args.dtype == "auto" else args.dtype
+    model = Decoder(
+        config.model,
+        backend,
+        getattr(torch, dtype_name),
+        parallel=config.parallel,
+        rank=rank,
+        max_model_len=config.max_model_len,
+        num_redundant_experts=config.eplb.num_redundant_experts,
+    )
+    if args.load_format == "dummy":
+        dummy_weights(model.weights(), args.seed)
+    else:
+        checkpoint = Checkpoint(config.model_path, config.model.quantization)
+        load_weights(model.weights(), checkpoint, ignored=known_names(config.model), progress=progress)
+        checkpoint.close()
+    return model
+
+
+def scheduler_config(config: EngineConfig) -> SchedulerConfig:
+    args = config.args
+    return SchedulerConfig(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_chunk_tokens=args.long_prefill_token_threshold or args.max_num_batched_tokens,
+        chunked_prefill=args.enable_chunked_prefill,
+        max_dispatch_tokens_per_rank=args.max_dispatch_tokens_per_rank,
+        eos_token_ids=frozenset(config.model.eos_token_ids),
+    )

@@ -1,0 +1,139 @@
+"""From logits to tokens and log-probabilities, with every sampling parameter of `SamplingParams`.
+
+A draw depends on its row's logits, params, tokens so far and position, and on nothing else: not on the batch, not on what was
+computed before. So a step may be run again and gives the same tokens.
+"""
+
+import numpy as np
+import torch
+
+from deepserve.engine.request import PositionLogprobs
+from deepserve.engine.rows import Rows
+from hw.api import Ops, PenaltyInputs, SampleInputs
+
+# Logit rows of a prompt whose log-probabilities are computed at once; bounds memory at 256 x vocabulary x 4 bytes.
+PROMPT_TILE = 256
+
+
+class _Seen:
+    """Token statistics of one penalized row: which tokens its prompt holds and how often each was generated up to `upto`."""
+
+    def __init__(self, tokens: np.ndarray, num_prompt: int, vocab_size: int, device: torch.device):
+        self.prompt_mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.prompt_mask[torch.from_numpy(tokens[:num_prompt].astype(np.int64)).to(device)] = True
+        self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+        self.upto = num_prompt
+
+    def move_to(self, tokens: np.ndarray, upto: int) -> None:
+        """Count generated tokens up to position `upto`, forwards or, after a discarded step, backwards."""
+        low, high, step = (self.upto, upto, 1.0) if upto >= self.upto else (upto, self.upto, -1.0)
+        if low < high:
+            ids = torch.from_numpy(tokens[low:high].astype(np.int64)).to(self.counts.device)
+            self.counts.index_add_(0, ids, torch.full((high - low,), step, device=self.counts.device))
+        self.upto = upto
+
+
+class Sampler:
+    """Draws the next token of each row; owns nothing but the penalty counts, which it can move either way."""
+
+    def __init__(self, ops: Ops, rows: Rows, vocab_size: int, device: torch.device):
+        self.ops, self.rows, self.vocab_size, self.device = ops, rows, vocab_size, device
+        self._seen: dict[int, _Seen] = {}
+
+    def forget(self, filled: list[int]) -> None:
+        """These rows were filled anew."""
+        for row in filled:
+            self._seen.pop(row, None)
+
+    def draw(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> tuple[list[int], dict[int, PositionLogprobs]]:
+        """logits `[R, V]` fp32, changed in place; positions are where the drawn tokens will stand.
+
+        Returns one token for each row, and by index into `row_ids` the log-probabilities that were asked for.
+        """
+        if not row_ids:
+            return [], {}
+        rows = self.rows
+        wanted = [i for i, row in enumerate(row_ids) if row in rows.with_logprobs] if rows.with_logprobs else []
+        raw = logits[wanted].clone() if wanted else None
+        self._penalize(logits, row_ids, positions)
+        self._bias(logits, row_ids, positions)
+        tokens = self.ops.sample(logits, self._inputs(row_ids, positions))
+        found: dict[int, PositionLogprobs] = {}
+        if raw is not None:
+            nums = [rows.params[row_ids[i]].logprobs for i in wanted]
+            found = dict(zip(wanted, self._logprobs(raw, tokens[wanted], nums), strict=True))
+        return tokens.tolist(), found
+
+    def prompt_logprobs(self, logits: torch.Tensor, row: int, first: int) -> list[PositionLogprobs]:
+        """Log-probabilities of prompt tokens `first, first + 1, ...`, one for each row of logits `[R, V]` fp32."""
+        tokens = torch.from_numpy(self.rows.tokens[row][first : first + logits.shape[0]].astype(np.int64)).to(self.device)
+        num = self.rows.params[row].prompt_logprobs
+        return self._logprobs(logits, tokens, [num] * logits.shape[0])
+
+    def _inputs(self, row_ids: list[int], positions: list[int]) -> SampleInputs:
+        rows, ids = self.rows, np.asarray(row_ids)
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.device)
+
+        temperature, top_k, top_p, min_p = rows.temperature[ids], rows.top_k[ids], rows.top_p[ids], rows.min_p[ids]
+        return SampleInputs(
+            temperature=tensor(temperature),
+            top_k=tensor(top_k),
+            top_p=tensor(top_p),
+            min_p=tensor(min_p),
+            seed=tensor(rows.seed[ids]),
+            sequence_idx=tensor(rows.sequence_idx[ids]),
+            position=tensor(np.asarray(positions, np.int64)),
+            any_sampled=bool((temperature > 0).any()),
+            any_filtered=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
+        )
+
+    def _penalize(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> None:
+        picked = [i for i, row in enumerate(row_ids) if row in self.rows.penalized] if self.rows.penalized else []
+        if not picked:
+            return
+        seen = [self._seen_of(row_ids[i], positions[i]) for i in picked]
+        params = [self.rows.params[row_ids[i]] for i in picked]
+
+        def column(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=self.device)
+
+        inputs = PenaltyInputs(
+            rows=torch.tensor(picked, device=self.device),
+            prompt_mask=torch.stack([s.prompt_mask for s in seen]),
+            output_counts=torch.stack([s.counts for s in seen]),
+            presence=column([p.presence_penalty for p in params]),
+            frequency=column([p.frequency_penalty for p in params]),
+            repetition=column([p.repetition_penalty for p in params]),
+        )
+        self.ops.penalize(logits, inputs)
+
+    def _seen_of(self, row: int, position: int) -> _Seen:
+        tokens = self.rows.tokens[row]
+        if row not in self._seen:
+            self._seen[row] = _Seen(tokens, int(self.rows.num_prompt[row]), self.vocab_size, self.device)
+        self._seen[row].move_to(tokens, position)
+        return self._seen[row]
+
+    def _bias(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> None:
+        """Logit bias, then the ban on end tokens before min_tokens."""
+        rows = self.rows
+        if rows.biased:
+            for i, row in enumerate(row_ids):
+                if row in rows.biased:
+                    bias = rows.params[row].logit_bias
+                    logits[i, list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device)
+        if rows.min_length:
+            for i, row in enumerate(row_ids):
+                if row in rows.min_length and positions[i] - rows.num_prompt[row] < rows.params[row].min_tokens:
+                    logits[i, list(rows.end_token_ids[row])] = -torch.inf
+
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, nums: list[int]) -> list[PositionLogprobs]:
+        """One entry for each row: the token that stands there, then its `nums[i]` best."""
+        result = self.ops.logprobs(logits, tokens, min(max(nums, default=0), self.vocab_size))
+        columns = (tokens, result.token, result.rank, result.top_ids, result.top)
+        return [
+            PositionLogprobs([token, *top_ids[:num]], [logprob, *top[:num]], rank)
+            for token, logprob, rank, top_ids, top, num in zip(*(c.tolist() for c in columns), nums, strict=True)
+        ]

@@ -1,0 +1,59 @@
+"""What crosses between scheduler and runner: a plan goes in, a result comes out. No torch.
+
+A runner keeps a table of *rows*, one for each running sequence; a plan says what changed in the table and which tokens to
+compute. A plan can be discarded at any time before its result is applied: nothing the scheduler knows has advanced, and latents are
+written to the same slots again.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from deepserve.engine.request import PositionLogprobs, SamplingParams
+
+
+class RowFill(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence takes a row (or is told again, after a discarded plan): all that the runner must know of it."""
+
+    row: int
+    sequence_idx: int  # which of the request's n sequences; keys the sampling noise
+    num_prompt: int
+    tokens: bytes  # int32, prompt and what was generated before a preemption
+    pages: list[int]
+    params: SamplingParams
+    end_token_ids: tuple[int, ...]  # kept from being drawn before min_tokens
+
+
+class StepPlan(msgspec.Struct, array_like=True, frozen=True):
+    """One forward pass. Entry i computes tokens `starts[i] .. starts[i] + counts[i]` of the sequence in `rows[i]`.
+
+    Entries with one token come first: `num_single` of them run as decode, the rest as prefill chunks.
+    """
+
+    step: int
+    fills: list[RowFill]
+    # Pages that rows gained since they were filled: page `page_ids[j]` stands at `page_idxs[j]` of row `page_rows[j]`.
+    page_rows: list[int]
+    page_idxs: list[int]
+    page_ids: list[int]
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+    num_single: int
+    draws: list[int]  # entries that end at their sequence's last known token and draw the next one
+    prompt_logprobs: list[int]  # entries whose prompt positions want log-probabilities
+    expert_mode: Literal["throughput", "low_latency"]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+class StepResult(msgspec.Struct, array_like=True, frozen=True):
+    """What a plan produced."""
+
+    step: int
+    tokens: list[int]  # one for each of `plan.draws`
+    logprobs: dict[int, PositionLogprobs]  # by entry, where asked for
+    # By entry: positions `start + 1 .. start + count`, as far as they are prompt.
+    prompt_logprobs: dict[int, list[PositionLogprobs]]

@@ -1,0 +1,259 @@
+"""The whole hardware contract: what the layers above may ask of a device. `hw/cpu/reference` is its plain meaning.
+
+Conventions: a tensor is documented as `[shape] dtype`; `model dtype` is the activation dtype (float32 or bfloat16); sums run in
+fp32 whatever the model dtype. Sizes are `T` tokens, `H` heads, `L` kv_lora_rank, `r` rope dims, `K`/`N` matrix dims. Arguments
+are checked by callers at the door; ops assert their layout. A backend that lacks an op raises `Unsupported`; nothing falls back silently.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+import torch
+
+from hw.quant import QuantTensor
+
+Matrix = torch.Tensor | QuantTensor  # weight [N, K], used as x @ W.T
+
+
+class Unsupported(RuntimeError):
+    """A backend lacks an op or a format; the message names both."""
+
+
+class ExpertMode(StrEnum):
+    """How tokens travel to experts in one step; equal on all ranks of an instance."""
+
+    THROUGHPUT = "throughput"  # contiguous layout, exact counts known to the host
+    LOW_LATENCY = "low_latency"  # fixed-size masked layout, no host knowledge, graph-safe
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Consecutive runs of rows, one for each sequence. The host list is exact; backends that launch from device data read `starts`."""
+
+    lens: list[int]
+    starts: torch.Tensor  # [num_segments + 1] int32, exclusive prefix sum of lens
+
+    @property
+    def total(self) -> int:
+        return sum(self.lens)
+
+
+@dataclass(frozen=True)
+class LatentDims:
+    """Head sizes that decide what the two forms of latent attention cost."""
+
+    latent: int  # kv_lora_rank
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class GateRule:
+    """How gate scores become experts and weights; see `Ops.gate_topk`."""
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"]
+    num_groups: int  # 1: no grouping
+    topk_groups: int
+    group_score: Literal["max", "top2_sum"]
+    normalize: bool
+    scaling: float
+
+
+@dataclass(frozen=True)
+class SampleInputs:
+    """One row for each token to draw. Position-keyed noise makes a draw depend on nothing but its own row.
+
+    The noise of a token is keyed by (seed, sequence index, position, token id) with Philox4x32-10 (Salmon et al., SC 2011).
+    """
+
+    temperature: torch.Tensor  # [R] fp32, 0 = greedy
+    top_k: torch.Tensor  # [R] int64, 0 = off
+    top_p: torch.Tensor  # [R] fp32, 1 = off
+    min_p: torch.Tensor  # [R] fp32, 0 = off
+    seed: torch.Tensor  # [R] int64
+    sequence_idx: torch.Tensor  # [R] int64, which of the request's n sequences
+    position: torch.Tensor  # [R] int64, index of the drawn token in its sequence
+    any_sampled: bool  # host facts that save whole passes; they must be true wherever a row needs them
+    any_filtered: bool
+
+
+@dataclass(frozen=True)
+class PenaltyInputs:
+    """Rows of `logits` that carry penalties and the tokens they have seen."""
+
+    rows: torch.Tensor  # [P] int64, rows of logits
+    prompt_mask: torch.Tensor  # [P, V] bool, token stands in the prompt
+    output_counts: torch.Tensor  # [P, V] fp32, times generated
+    presence: torch.Tensor  # [P] fp32
+    frequency: torch.Tensor  # [P] fp32
+    repetition: torch.Tensor  # [P] fp32
+
+
+class Ops(Protocol):
+    """Compute primitives. `num_*` row counts may be 0 everywhere."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`x * rsqrt(mean(x^2) + eps)` in fp32 over the last dim, cast to x's dtype, times weight. x `[T, D]`, weight `[D]`."""
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(rms_norm(x + residual), x + residual)`; the sum is rounded to the model dtype first. All `[T, D]`."""
+
+    def rope(self, x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Rotate neighbouring pairs (2i, 2i+1). x `[T, H, r]`, positions `[T]` int64, table `[max_pos, r]` fp32 = cos | sin halves."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` of `[T, 2I]` whose first half is gate; `[T, I]`."""
+
+    def linear(self, x: torch.Tensor, weight: Matrix) -> torch.Tensor:
+        """`x @ weight.T`: x `[T, K]`, weight `[N, K]`, result `[T, N]` in x's dtype."""
+
+    def head_matmul(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Per-head product for absorption: x `[T, H, K]`, weight `[H, K, N]`, result `[T, H, N]`."""
+
+    def latent_write(
+        self, kv: torch.Tensor, norm_weight: torch.Tensor, eps: float, positions: torch.Tensor, table: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm the latent, rotate the key, write both to the cache, return them.
+
+        kv `[T, L + r]` as projected; cache `[num_pages, page_size, L + r]` model dtype; slots `[T]` int64, `page * page_size + offset`, -1 = do
+        not write. Returns latent `[T, L]` and key `[T, r]`, model dtype.
+        """
+
+    def latent_gather(self, cache: torch.Tensor, page_table: torch.Tensor, first: list[int], lens: list[int]) -> torch.Tensor:
+        """Rows `first[i] .. first[i] + lens[i]` of sequence i, all sequences one after the other: `[sum(lens), L + r]`.
+
+        page_table `[num_seqs, max_pages]` int32, -1 = unused.
+        """
+
+    def mla_decode(
+        self, q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int, kv_lora_rank: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Absorbed attention over pages, all heads sharing one key: the value is the key's first `kv_lora_rank` dims.
+
+        q `[B, q_len, H, L + r]`; page_table `[B, max_pages]` int32, -1 = unused; seq_lens `[B]` int32 counts the cached tokens with the q_len new
+        ones; query j of a sequence sees `seq_len - q_len + 1 + j` tokens; max_seq_len is a host upper bound. seq_len 0 gives out 0, lse -inf.
+        Returns out `[B, q_len, H, L]` model dtype, lse `[B, q_len, H]` fp32 (natural logarithm).
+        """
+
+    def mla_prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_segments: Segments, k_segments: Segments, scale: float, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Multi-head attention of ragged sequences. q `[T, H, n + r]`, k `[S, H, n + r]`, v `[S, H, v]`.
+
+        causal: the last query of a sequence sees all its keys, the one before all but one, and so on. Returns out `[T, H, v]`, lse `[T, H]` fp32.
+        """
+
+    def merge_attention(
+        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Join attention over two disjoint key sets by their log-sum-exp, in fp32. out `[T, H, v]`, lse `[T, H]`."""
+
+    def prefers_absorbed(self, query_len: int, context_len: int, dims: LatentDims) -> bool:
+        """Whether a prefill chunk of `query_len` tokens behind `context_len` cached ones is cheaper in absorbed form here."""
+
+    def gate_topk(self, logits: torch.Tensor, bias: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts of each token, best first, ties to the lowest id: idx `[T, k]` int64, weight `[T, k]` fp32. logits `[T, E]` fp32, bias `[E]` fp32.
+
+        Scores are softmax or sigmoid of the logits; choice is by score + bias, within the `topk_groups` best groups of consecutive experts; weights
+        are the unbiased scores, divided by their sum + 1e-20 if `normalize`, times `scaling`.
+        """
+
+    def grouped_linear(self, x: torch.Tensor, weight: Matrix, counts: list[int]) -> torch.Tensor:
+        """Contiguous grouped GEMM: rows sorted by expert, `counts[e]` of each. x `[M, K]`, weight `[E, N, K]`, result `[M, N]`."""
+
+    def grouped_linear_masked(self, x: torch.Tensor, weight: Matrix, counts: torch.Tensor) -> torch.Tensor:
+        """Masked grouped GEMM: x `[E, M, K]`, the first `counts[e]` rows of expert e are real; the rest of the result `[E, M, N]` is arbitrary."""
+
+    def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
+        """Repetition, frequency and presence penalties, in place, by OpenAI's and CTRL's (arXiv 1909.05858) formulas. logits `[R, V]` fp32."""
+
+    def sample(self, logits: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
+        """Gumbel-max over the processed distribution (temperature, min-p, top-k, top-p in this order): tokens `[R]` int64. logits `[R, V]` fp32."""
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> "Logprobs":
+        """Log-softmax at `tokens` `[R]` and the `num_top` best. logits `[R, V]` fp32."""
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Result of `Ops.logprobs`."""
+
+    token: torch.Tensor  # [R] fp32, natural logarithm
+    rank: torch.Tensor  # [R] int64, 1 = most likely
+    top_ids: torch.Tensor  # [R, num_top] int64, falling
+    top: torch.Tensor  # [R, num_top] fp32
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Tokens at the rank that holds their experts. `handle` is the backend's own and goes back into `combine` unread.
+
+    THROUGHPUT: x `[M, D]` sorted by local expert, `counts_host` exact. LOW_LATENCY: x `[E_local, cap, D]`, `counts` on the device.
+    """
+
+    mode: ExpertMode
+    x: torch.Tensor
+    counts: torch.Tensor  # [E_local] int64 on the device
+    counts_host: list[int] | None  # THROUGHPUT only
+    handle: Any
+
+
+class ExpertComm(Protocol):
+    """Moves tokens to experts and back over the expert-parallel group. One rank is its own local path.
+
+    Reduction rule: combine brings one row for each (token, k) home and sums them there in top-k order in fp32, so a result does not
+    depend on where an expert lives.
+    """
+
+    max_tokens_per_rank: int  # cap of the LOW_LATENCY mode
+
+    def dispatch(self, x: torch.Tensor, topk_phy: torch.Tensor, mode: ExpertMode, num_local_experts: int) -> Dispatched:
+        """Send x `[T, D]` to physical experts topk_phy `[T, k]` int64, `num_local_experts` on each rank.
+
+        A token's k physical experts are distinct. LOW_LATENCY needs T <= max_tokens_per_rank.
+        """
+
+    def combine(self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """Weighted sum of expert outputs y (laid out like `dispatched.x`): `[T, D]` fp32. topk_weight `[T, k]` fp32."""
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Bytes of the device a rank may plan with."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+class Runtime(Protocol):
+    """The device itself."""
+
+    device: torch.device
+
+    def memory(self) -> MemoryInfo:
+        """Memory of the device now."""
+
+    def default_cache_bytes(self) -> int | None:
+        """Most bytes of KV pages to take when the user named none; None: all that the budget leaves."""
+
+    def compute_dtype(self, checkpoint_dtype: str) -> str:
+        """What `dtype="auto"` means for a checkpoint stored in `checkpoint_dtype`: "float32" or "bfloat16"."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed storage for long-lived buffers; pages that are never touched may cost no memory."""
+
+    def synchronize(self) -> None:
+        """Wait for all queued work."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One device family, ready to run."""
+
+    name: str
+    ops: Ops
+    runtime: Runtime
+    expert_comm: ExpertComm

@@ -1,0 +1,17 @@
+"""The CPU backend: what a laptop runs, and the reference for every other backend."""
+
+import torch
+
+from hw.api import Backend
+from hw.cpu.expert_comm import LocalExpertComm
+from hw.cpu.invariant import InvariantOps
+from hw.cpu.ops import CpuOps
+from hw.cpu.runtime import CpuRuntime
+
+
+def open_cpu(*, batch_invariant: bool, max_dispatch_tokens_per_rank: int, num_threads: int | None) -> Backend:
+    """One rank on this machine's CPU. `num_threads` sets torch's thread count of the process."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    ops = InvariantOps() if batch_invariant else CpuOps()
+    return Backend(name="cpu", ops=ops, runtime=CpuRuntime(), expert_comm=LocalExpertComm(max_dispatch_tokens_per_rank))

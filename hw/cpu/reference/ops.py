@@ -1,0 +1,149 @@
+"""Plain twins of every compute primitive of `hw.api.Ops`."""
+
+import torch
+
+from hw.api import GateRule, Logprobs, Matrix, PenaltyInputs, SampleInputs, Segments
+from hw.cpu.reference.philox import gumbel_noise
+from hw.quant import QuantTensor, dequantize
+
+
+class ReferenceOps:
+    """See `hw.api.Ops` for shapes and meaning."""
+
+    def rms_norm(self, x, weight, eps):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+    def add_rms_norm(self, x, residual, weight, eps):
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(self, x, positions, table):
+        half = x.shape[-1] // 2
+        cos, sin = table[positions, None, :half], table[positions, None, half:]
+        a, b = x[..., 0::2].float(), x[..., 1::2].float()
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+
+    def silu_mul(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def linear(self, x, weight: Matrix):
+        if isinstance(weight, QuantTensor):
+            weight = dequantize(weight, x.dtype)
+        return x @ weight.T
+
+    def head_matmul(self, x, weight):
+        return torch.einsum("thk,hkn->thn", x, weight)
+
+    def latent_write(self, kv, norm_weight, eps, positions, table, cache, slots):
+        rank = norm_weight.shape[0]
+        latent = self.rms_norm(kv[:, :rank], norm_weight, eps)
+        key = self.rope(kv[:, None, rank:], positions, table)[:, 0]
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                cache[slot // cache.shape[1], slot % cache.shape[1]] = torch.cat((latent[token], key[token]))
+        return latent, key
+
+    def latent_gather(self, cache, page_table, first, lens):
+        rows = [cache[page_table[i, (start + j) // cache.shape[1]], (start + j) % cache.shape[1]]
+                for i, (start, length) in enumerate(zip(first, lens, strict=True)) for j in range(length)]  # fmt: skip
+        return torch.stack(rows) if rows else cache.new_empty(0, cache.shape[-1])
+
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale):
+        num_seqs, q_len, num_heads, _ = q.shape
+        out = q.new_zeros(num_seqs, q_len, num_heads, kv_lora_rank)
+        lse = torch.full((num_seqs, q_len, num_heads), -torch.inf)
+        for i, seq_len in enumerate(seq_lens.tolist()):
+            keys = self.latent_gather(cache, page_table[i : i + 1], [0], [seq_len]).float()
+            for j in range(q_len if seq_len else 0):
+                seen = keys[: seq_len - q_len + 1 + j]
+                scores = q[i, j].float() @ seen.T * scale
+                lse[i, j] = scores.logsumexp(-1)
+                out[i, j] = (scores.softmax(-1) @ seen[:, :kv_lora_rank]).to(q.dtype)
+        return out, lse
+
+    def mla_prefill(self, q, k, v, q_segments: Segments, k_segments: Segments, scale, causal):
+        outs, lses = [], []
+        for q_i, k_i, v_i in zip(q.split(q_segments.lens), k.split(k_segments.lens), v.split(k_segments.lens), strict=True):
+            scores = torch.einsum("thd,shd->hts", q_i.float(), k_i.float()) * scale
+            if causal:
+                hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + k_i.shape[0] - q_i.shape[0])
+                scores = scores.masked_fill(hidden, -torch.inf)
+            outs.append(torch.einsum("hts,shd->thd", scores.softmax(-1), v_i.float()).to(q.dtype))
+            lses.append(scores.logsumexp(-1).T)
+        return torch.cat(outs), torch.cat(lses)
+
+    def merge_attention(self, out_a, lse_a, out_b, lse_b):
+        lse = torch.logaddexp(lse_a, lse_b)
+        weight_a, weight_b = (lse_a - lse).exp()[..., None], (lse_b - lse).exp()[..., None]
+        return (out_a.float() * weight_a + out_b.float() * weight_b).to(out_a.dtype), lse
+
+    def prefers_absorbed(self, query_len, context_len, dims):
+        return False
+
+    def gate_topk(self, logits, bias, rule: GateRule):
+        scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+        choice = scores if bias is None else scores + bias
+        if rule.num_groups > 1:
+            groups = choice.view(choice.shape[0], rule.num_groups, -1)
+            group_scores = groups.amax(-1) if rule.group_score == "max" else groups.topk(2, dim=-1).values.sum(-1)
+            kept = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, : rule.topk_groups]
+            dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
+            choice = groups.masked_fill(dropped[..., None], -torch.inf).flatten(1)
+        idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
+        weight = scores.gather(1, idx)
+        if rule.normalize:
+            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+        return idx, weight * rule.scaling
+
+    def grouped_linear(self, x, weight, counts):
+        rows = x.split(counts)
+        return torch.cat([self.linear(rows[e], _expert(weight, e)) for e in range(len(counts))])
+
+    def grouped_linear_masked(self, x, weight, counts):
+        return torch.stack([self.linear(x[e], _expert(weight, e)) for e in range(x.shape[0])])
+
+    def penalize(self, logits, inputs: PenaltyInputs):
+        for i, row in enumerate(inputs.rows.tolist()):
+            scores, counts = logits[row], inputs.output_counts[i]
+            seen = inputs.prompt_mask[i] | (counts > 0)
+            repeated = torch.where(scores > 0, scores / inputs.repetition[i], scores * inputs.repetition[i])
+            scores = torch.where(seen, repeated, scores)
+            logits[row] = scores - inputs.frequency[i] * counts - inputs.presence[i] * (counts > 0)
+
+    def sample(self, logits, inputs: SampleInputs):
+        tokens = logits.argmax(-1)
+        for row in (inputs.temperature > 0).nonzero()[:, 0].tolist():
+            one = slice(row, row + 1)
+            scores = self._filter(logits[row] / inputs.temperature[row], inputs, row)
+            noise = gumbel_noise(inputs.seed[one], inputs.sequence_idx[one], inputs.position[one], logits.shape[-1])
+            tokens[row] = (scores.double() + noise[0]).argmax()
+        return tokens
+
+    def _filter(self, scores, inputs: SampleInputs, row: int):
+        """Put tokens outside min-p, top-k and top-p to -inf; scores `[V]` after temperature. Ties at a border are all kept."""
+        if inputs.min_p[row] > 0:
+            probs = scores.softmax(-1)
+            scores = scores.masked_fill(probs < inputs.min_p[row] * probs.max(), -torch.inf)
+        if inputs.top_k[row] > 0:
+            kth = scores.sort(descending=True).values[min(int(inputs.top_k[row]), scores.numel()) - 1]
+            scores = scores.masked_fill(scores < kth, -torch.inf)
+        if inputs.top_p[row] < 1:
+            ordered = scores.sort(descending=True).values
+            probs = ordered.softmax(-1)
+            last = ((probs.cumsum(-1) - probs) < inputs.top_p[row]).sum() - 1  # the token that crosses top_p is kept
+            scores = scores.masked_fill(scores < ordered[last], -torch.inf)
+        return scores
+
+    def logprobs(self, logits, tokens, num_top):
+        logprobs = logits.log_softmax(-1)
+        token = logprobs.gather(1, tokens[:, None])
+        top = logprobs.topk(num_top, dim=-1)
+        return Logprobs(token[:, 0], (logprobs > token).sum(-1) + 1, top.indices, top.values)
+
+
+def _expert(weight: Matrix, e: int) -> Matrix:
+    if isinstance(weight, QuantTensor):
+        return QuantTensor(weight.data[e], weight.scale[e], weight.format)
+    return weight[e]

@@ -1,0 +1,56 @@
+"""The CPU as a device: memory as the kernel and the container report it."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hw.api import MemoryInfo
+
+# Pages beyond this must be asked for: a CPU machine usually has other tenants.
+DEFAULT_CACHE_BYTES = 4 << 30
+
+
+class CpuRuntime:
+    """Runtime over host memory."""
+
+    def __init__(self):
+        self.device = torch.device("cpu")
+
+    def memory(self) -> MemoryInfo:
+        fields = {}
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, value = line.split(":")
+            fields[name] = int(value.split()[0]) * 1024
+        total, free = fields["MemTotal"], fields["MemAvailable"]
+        limit, used = _cgroup_bytes()
+        if limit is not None and limit < total:
+            total, free = limit, min(free, limit - used)
+        return MemoryInfo(total_bytes=total, free_bytes=max(free, 0))
+
+    def default_cache_bytes(self) -> int | None:
+        return DEFAULT_CACHE_BYTES
+
+    def compute_dtype(self, checkpoint_dtype: str) -> str:
+        # Without native bf16 instructions a bf16 product is emulated and slower than fp32.
+        native = torch.backends.cpu.get_cpu_capability() == "AVX512" and "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+        return "bfloat16" if native and checkpoint_dtype != "float32" else "float32"
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # numpy asks the kernel for zero pages, which cost nothing until touched; torch writes them all.
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+    def synchronize(self) -> None:
+        """CPU ops are done when they return."""
+
+
+def _cgroup_bytes() -> tuple[int | None, int]:
+    """(limit, used) of the control group, (None, 0) without one."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None, 0
+    return (None if limit == "max" else int(limit)), used

@@ -1,0 +1,114 @@
+"""One multi-head latent attention layer: projections, cache write, choice of form."""
+
+import torch
+
+from hw.api import LatentDims, Ops
+from hw.weights import Weight
+from mla.absorbed import absorb_query, absorbed_chunk, absorbed_decode
+from mla.config import MLAConfig
+from mla.metadata import AttnMetadata, PrefillMeta
+from mla.naive import naive_prefill
+
+# Prefix tokens expanded at a time: 8,192 tokens of V3 are 8,192 x 128 x 320 x 2 bytes = 0.6 GiB.
+WORKSPACE_TOKENS = 8192
+
+
+class MLALayer:
+    """Attention over a paged latent cache, for heads `first_head .. first_head + num_heads` of the model's.
+
+    The latent down-projection and the cache are whole on every TP rank; up-projections and output projection hold this rank's heads, so the
+    outputs of all TP ranks add up to the layer's.
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        ops: Ops,
+        *,
+        prefix: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        table: torch.Tensor,
+        first_head: int = 0,
+        num_heads: int | None = None,
+    ):
+        num_heads = config.num_heads if num_heads is None else num_heads
+        self.config, self.ops, self.prefix, self.table = config, ops, prefix, table
+        self.first_head, self.num_heads = first_head, num_heads
+        self.dims = LatentDims(config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
+
+        def new(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        q_rank, q_out = config.q_lora_rank, num_heads * config.qk_head_dim
+        # Down-projections of query and latent read the same input: one product.
+        self.down = new((q_rank or 0) + config.latent_dim, config.hidden_size)
+        self.q_up = new(q_out, config.hidden_size if q_rank is None else q_rank)
+        self.q_norm = None if q_rank is None else new(q_rank)
+        self.kv_norm = new(config.kv_lora_rank)
+        self.kv_up = new(num_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        self.w_uk = self.kv_up[:, : config.qk_nope_head_dim]  # [H, n, L]
+        self.w_uv = self.kv_up[:, config.qk_nope_head_dim :]  # [H, v, L]
+        self.out = new(config.hidden_size, num_heads * config.v_head_dim)
+
+    def weights(self) -> list[Weight]:
+        """Checkpoint tensors of this layer, by their hub names."""
+        c, q_rank = self.config, self.config.q_lora_rank
+
+        def weight(name: str, shape: tuple[int, ...], target: torch.Tensor, kind="matrix", rows: int | None = None, columns: int | None = None):
+            heads = range(self.first_head, self.first_head + self.num_heads)
+            index: tuple[slice, ...] = ()
+            if rows is not None:  # rows for each head
+                index = (slice(heads.start * rows, heads.stop * rows),)
+            if columns is not None:
+                index = (slice(None), slice(heads.start * columns, heads.stop * columns))
+            return Weight(name=f"{self.prefix}.{name}.weight", shape=shape, target=target, index=index, kind=kind)
+
+        q_out, kv_out = c.num_heads * c.qk_head_dim, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        found = [
+            weight("kv_a_proj_with_mqa", (c.latent_dim, c.hidden_size), self.down[q_rank or 0 :]),
+            weight("kv_a_layernorm", (c.kv_lora_rank,), self.kv_norm, "norm"),
+            weight("kv_b_proj", (kv_out, c.kv_lora_rank), self.kv_up, rows=kv_out // c.num_heads),
+            weight("o_proj", (c.hidden_size, c.num_heads * c.v_head_dim), self.out, columns=c.v_head_dim),
+        ]
+        if q_rank is None:
+            return [*found, weight("q_proj", (q_out, c.hidden_size), self.q_up, rows=c.qk_head_dim)]
+        return [
+            *found,
+            weight("q_a_proj", (q_rank, c.hidden_size), self.down[:q_rank]),
+            weight("q_a_layernorm", (q_rank,), self.q_norm, "norm"),
+            weight("q_b_proj", (q_out, q_rank), self.q_up, rows=c.qk_head_dim),
+        ]
+
+    def forward(self, x: torch.Tensor, meta: AttnMetadata, cache: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, hidden]` normed, cache `[num_pages, page_size, L + r]` -> `[num_tokens, hidden]`, this rank's part of the sum."""
+        c, ops = self.config, self.ops
+        q_rank = c.q_lora_rank or 0
+        down = ops.linear(x, self.down)
+        q_input = x if self.q_norm is None else ops.rms_norm(down[:, :q_rank], self.q_norm, c.latent_norm_eps)
+        q = ops.linear(q_input, self.q_up).view(-1, self.num_heads, c.qk_head_dim)
+        q_nope, q_rope = q[..., : c.qk_nope_head_dim], ops.rope(q[..., c.qk_nope_head_dim :], meta.positions, self.table)
+        kv = down[:, q_rank:]
+        latent, key = ops.latent_write(kv, self.kv_norm, c.latent_norm_eps, meta.positions, self.table, cache, meta.slots)
+
+        parts = []
+        num_decode = 0 if meta.decode is None else meta.decode.num_tokens
+        if meta.decode is not None:
+            absorbed = absorb_query(ops, q_nope[:num_decode], q_rope[:num_decode], self.w_uk)
+            parts.append(absorbed_decode(ops, absorbed, self.w_uv, cache, meta.decode, c.softmax_scale))
+        if meta.prefill is not None:
+            rows = slice(num_decode, None)
+            parts.append(self._prefill(q_nope[rows], q_rope[rows], latent[rows], key[rows], meta.prefill, cache))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return ops.linear(out.flatten(1), self.out)
+
+    def _prefill(self, q_nope, q_rope, latent, key, meta: PrefillMeta, cache: torch.Tensor) -> torch.Tensor:
+        """All chunks of a step take one form, the one that the longest of them prefers."""
+        longest = max(range(len(meta.context_lens)), key=lambda i: meta.queries.lens[i])
+        if not self.ops.prefers_absorbed(meta.queries.lens[longest], meta.context_lens[longest], self.dims):
+            q = torch.cat((q_nope, q_rope), dim=-1)
+            scale = self.config.softmax_scale
+            return naive_prefill(self.ops, q, latent, key, self.w_uk, self.w_uv, cache, meta, scale, WORKSPACE_TOKENS)
+        absorbed = absorb_query(self.ops, q_nope, q_rope, self.w_uk).split(meta.queries.lens)
+        chunks = [absorbed_chunk(self.ops, q, self.w_uv, cache, meta, i, self.config.softmax_scale) for i, q in enumerate(absorbed)]
+        return torch.cat(chunks)

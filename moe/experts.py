@@ -1,0 +1,37 @@
+"""Routed experts of one rank: grouped GEMM, SwiGLU, grouped GEMM, in the layout that dispatch produced."""
+
+import torch
+
+from hw.api import Dispatched, ExpertMode, Ops
+from hw.weights import Weight
+from moe.config import MoEConfig
+
+
+class Experts:
+    """Physical experts held here. `held` are the logical ids of this rank's slots, in slot order; replicas repeat an id."""
+
+    def __init__(self, config: MoEConfig, ops: Ops, held: tuple[int, ...], *, prefix: str, dtype: torch.dtype, device: torch.device):
+        self.config, self.ops, self.held, self.prefix = config, ops, held, prefix
+        inner, hidden = config.intermediate_size, config.hidden_size
+        self.gate_up = torch.empty(len(held), 2 * inner, hidden, dtype=dtype, device=device)  # gate rows first
+        self.down = torch.empty(len(held), hidden, inner, dtype=dtype, device=device)
+
+    def weights(self) -> list[Weight]:
+        inner, hidden = self.config.intermediate_size, self.config.hidden_size
+        found = []
+        for local, logical in enumerate(self.held):
+            name = f"{self.prefix}.{logical}"
+            found += [
+                Weight(name=f"{name}.gate_proj.weight", shape=(inner, hidden), target=self.gate_up[local, :inner]),
+                Weight(name=f"{name}.up_proj.weight", shape=(inner, hidden), target=self.gate_up[local, inner:]),
+                Weight(name=f"{name}.down_proj.weight", shape=(hidden, inner), target=self.down[local]),
+            ]
+        return found
+
+    def forward(self, dispatched: Dispatched) -> torch.Tensor:
+        """Expert outputs in the layout of `dispatched.x`."""
+        if dispatched.mode is ExpertMode.THROUGHPUT:
+            inner = self.ops.silu_mul(self.ops.grouped_linear(dispatched.x, self.gate_up, dispatched.counts_host))
+            return self.ops.grouped_linear(inner, self.down, dispatched.counts_host)
+        inner = self.ops.silu_mul(self.ops.grouped_linear_masked(dispatched.x, self.gate_up, dispatched.counts))
+        return self.ops.grouped_linear_masked(inner, self.down, dispatched.counts)

@@ -1,0 +1,70 @@
+"""A mixture-of-experts layer, cut into stages so that two micro-batches can overlap.
+
+    x -> route -> dispatch -> experts -> combine -> + shared(x)
+         gate,    tokens go   grouped    rows come home and
+         router   to experts  GEMMs      are summed in top-k order
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from eplb.placement import Placement
+from hw.api import Backend, Dispatched, ExpertMode
+from hw.weights import Weight
+from moe.config import MoEConfig
+from moe.experts import Experts
+from moe.gate import Gate
+from moe.mlp import MLP
+from moe.router import Router
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where tokens go. The logical ids stay for load counting and routing replay."""
+
+    topk_idx: torch.Tensor  # [T, k] int64, logical
+    topk_phy: torch.Tensor  # [T, k] int64, physical
+    topk_weight: torch.Tensor  # [T, k] fp32
+
+
+class MoELayer:
+    """Routed and shared experts of one layer on one rank of the expert-parallel group."""
+
+    def __init__(
+        self, config: MoEConfig, backend: Backend, placement: Placement, rank: int, *, prefix: str, dtype: torch.dtype
+    ):
+        device = backend.runtime.device
+        self.config, self.comm, self.placement = config, backend.expert_comm, placement
+        self.gate = Gate(config, backend.ops, prefix=f"{prefix}.gate", device=device)
+        self.router = Router(placement, device)
+        self.local = Experts(config, backend.ops, placement.held_by(rank), prefix=f"{prefix}.experts", dtype=dtype, device=device)
+        self.shared = None
+        if config.num_shared_experts:
+            width = config.num_shared_experts * config.intermediate_size
+            self.shared = MLP(config.hidden_size, width, backend.ops, prefix=f"{prefix}.shared_experts", dtype=dtype, device=device)
+
+    def weights(self) -> list[Weight]:
+        return [*self.gate.weights(), *self.local.weights(), *(self.shared.weights() if self.shared else [])]
+
+    def route(self, x: torch.Tensor) -> Routed:
+        topk_idx, topk_weight = self.gate.forward(x)
+        return Routed(topk_idx, self.router.forward(topk_idx), topk_weight)
+
+    def dispatch(self, x: torch.Tensor, routed: Routed, mode: ExpertMode) -> Dispatched:
+        return self.comm.dispatch(x, routed.topk_phy, mode, self.placement.slots_per_rank)
+
+    def experts(self, dispatched: Dispatched) -> torch.Tensor:
+        return self.local.forward(dispatched)
+
+    def combine(self, y: torch.Tensor, routed: Routed, dispatched: Dispatched, shared: torch.Tensor | None) -> torch.Tensor:
+        """Routed sum in fp32 plus the shared experts, which routed scaling does not touch; `[T, hidden]` in y's dtype."""
+        total = self.comm.combine(y, routed.topk_weight, dispatched)
+        return (total if shared is None else total + shared.float()).to(y.dtype)
+
+    def forward(self, x: torch.Tensor, mode: ExpertMode) -> torch.Tensor:
+        """x `[T, hidden]` normed -> `[T, hidden]`."""
+        routed = self.route(x)
+        dispatched = self.dispatch(x, routed, mode)
+        shared = None if self.shared is None else self.shared.forward(x)
+        return self.combine(self.experts(dispatched), routed, dispatched, shared)

@@ -1,0 +1,26 @@
+"""The gated MLP of dense layers and of shared experts: `down(silu(gate x) * up x)`."""
+
+import torch
+
+from hw.api import Ops
+from hw.weights import Weight
+
+
+class MLP:
+    """Whole on every rank: between attentions the tokens are sliced over TP ranks, not the weights."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops, *, prefix: str, dtype: torch.dtype, device: torch.device):
+        self.ops, self.prefix, self.intermediate_size = ops, prefix, intermediate_size
+        self.gate_up = torch.empty(2 * intermediate_size, hidden_size, dtype=dtype, device=device)  # gate rows first
+        self.down = torch.empty(hidden_size, intermediate_size, dtype=dtype, device=device)
+
+    def weights(self) -> list[Weight]:
+        inner, hidden = self.intermediate_size, self.down.shape[0]
+        return [
+            Weight(name=f"{self.prefix}.gate_proj.weight", shape=(inner, hidden), target=self.gate_up[:inner]),
+            Weight(name=f"{self.prefix}.up_proj.weight", shape=(inner, hidden), target=self.gate_up[inner:]),
+            Weight(name=f"{self.prefix}.down_proj.weight", shape=(hidden, inner), target=self.down),
+        ]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(self.ops.silu_mul(self.ops.linear(x, self.gate_up)), self.down)
