@@ -26,7 +26,6 @@ _REASONING_TAGS = ("<think>", "</think>")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that clients use, the one that templates read first
 _PROBE_TURNS = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
 _PROBE_ARGUMENTS = '{"k": 1}'
-_PROBE_CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": _PROBE_ARGUMENTS}}
 
 
 class ChatTemplate:
@@ -48,8 +47,10 @@ class ChatTemplate:
         env = _environment()
         self._reserved = {"messages", "tools", "documents", "add_generation_prompt", *self._constants, *env.globals}
         sources = {"default": source} if isinstance(source, str) else source or {}
+        if sources and "default" not in sources:
+            raise ValueError(f"the model's chat templates are named {', '.join(sources)}: none of them is 'default'")
         self._templates = {name: self._compile(env, text) for name, text in sources.items()}
-        self._objects = self._templates != {} and self._wants_objects()
+        self._objects, self._absent = self._call_form() if self._templates else (False, None)
         if self._templates:
             self._check_control_tokens()
 
@@ -106,6 +107,8 @@ class ChatTemplate:
                 raise ValueError(f"{name} must be a list of objects")
             _check_data(values, name)
         kwargs = kwargs or {}
+        if not isinstance(kwargs, dict):
+            raise ValueError(f"chat_template_kwargs must be an object, got {kwargs!r}")
         _check_data(kwargs, "chat_template_kwargs")
         if reserved := sorted(self._reserved & kwargs.keys()):
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
@@ -113,6 +116,8 @@ class ChatTemplate:
         if continue_final_message:
             if add_generation_prompt:
                 raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+            if "tool_calls" in turns[-1]:
+                raise ValueError("continue_final_message cannot go on behind tool calls")
             turns[-1]["content"] += _END_MARK + " "
         variables = {"messages": turns, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         rendered = self._run(variables | kwargs)
@@ -133,11 +138,14 @@ class ChatTemplate:
         if not isinstance(role, str):
             raise ValueError(f"the role of a message must be text, got {role!r}")
         turn = {key: value for key, value in message.items() if value is not None}
-        turn["content"] = _content_text(role, message.get("content"), may_lack="tool_calls" in turn)
+        if "content" in turn or role != "assistant" or "tool_calls" not in turn:
+            turn["content"] = _content_text(role, turn.get("content"))
+        else:
+            turn["content"] = self._absent
         reasoning = next((turn[name] for name in _REASONING_FIELDS if name in turn), None)
         if reasoning is not None:
             turn = {"thinking": reasoning, **turn, "reasoning_content": reasoning}
-        if role == "assistant":
+        if role == "assistant" and turn["content"]:
             for tag in _REASONING_TAGS:
                 turn["content"] = turn["content"].replace(tag, self._mark_of.get(tag, tag))
         if self._objects and isinstance(turn.get("tool_calls"), list):
@@ -161,23 +169,34 @@ class ChatTemplate:
     def _unmark(self, text: str) -> str:
         return _MARK.sub(lambda match: self._text_of.get(match[0], ""), text)
 
-    def _wants_objects(self) -> bool:
-        """Whether past calls' arguments must reach the template as objects: it does not write out JSON text as it stands."""
-        call = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
-        turns = [_PROBE_TURNS[0], call, {"role": "tool", "content": "t", "tool_call_id": "call_0", "name": "f"}]
-        try:
-            return _PROBE_ARGUMENTS not in self._run({"messages": turns, "tools": None, "documents": None, "add_generation_prompt": False})
-        except ValueError:
-            return True
+    def _call_form(self) -> tuple[bool, str | None]:
+        """How this template takes past tool calls: arguments as objects or as JSON text; which content stands for none.
+
+        Templates differ: R1's joins the arguments to text and tests `content is none`, GLM's walks the arguments and writes "None".
+        So a small conversation is tried in each form, the form that clients send first.
+        """
+        for objects in (False, True):
+            function = {"name": "f", "arguments": json.loads(_PROBE_ARGUMENTS) if objects else _PROBE_ARGUMENTS}
+            calls = [{"id": "call_0", "type": "function", "function": function}]
+            for absent in (None, ""):
+                turn = {"role": "assistant", "content": absent, "tool_calls": calls}
+                result = {"role": "tool", "content": "t", "tool_call_id": "call_0", "name": "f"}
+                rendered = self._probe([_PROBE_TURNS[0], turn, result])
+                if rendered and "None" not in rendered and (objects or _PROBE_ARGUMENTS in rendered):
+                    return objects, absent
+        return True, ""
 
     def _check_control_tokens(self) -> None:
         """Refuse templates like '<|' + role + '|>', whose control tokens would silently become plain text."""
-        try:
-            rendered = self._run({"messages": _PROBE_TURNS, "tools": None, "documents": None, "add_generation_prompt": True})
-        except ValueError:  # a template with needs of its own
-            return
-        if joined := self._spelling.search(rendered):
+        if joined := self._spelling.search(self._probe(_PROBE_TURNS)):
             raise ValueError(f"the chat template joins the control token {joined[0]!r} from parts, which is not supported")
+
+    def _probe(self, turns: list[dict]) -> str:
+        """What the template makes of turns, with marks; empty if it refuses them."""
+        try:
+            return self._run({"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True})
+        except ValueError:
+            return ""
 
 
 def _environment() -> jinja2.Environment:
@@ -213,9 +232,7 @@ def _check_data(value, what: str) -> None:
             raise ValueError(f"{what} must be made of JSON values, found a {type(item).__name__}")
 
 
-def _content_text(role: str, content, *, may_lack: bool) -> str:
-    if content is None and role == "assistant" and may_lack:
-        return ""
+def _content_text(role: str, content) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -241,4 +258,5 @@ def _cut(rendered: str, content: str) -> str:
     before, mark, after = rendered.rpartition(_END_MARK)
     if not mark or content[:-2].strip() not in before:
         raise ValueError("continue_final_message needs the final message whole, but the chat template leaves out a part of it")
+    before = before.replace(_END_MARK, "")  # a template may write the message more than once
     return before if after.startswith(" ") else before.rstrip()

@@ -247,6 +247,18 @@ def test_calls_reach_templates_in_the_form_they_write(tokenizer):
         assert ChatTemplate(dumps, tokenizer).render([assistant(None, tool_calls=[call(arguments=odd)])]).strip('"') == odd
 
 
+def test_absent_content_reaches_templates_in_the_form_they_test(tokenizer):
+    head = "{% for m in messages %}{% if m.tool_calls %}[{{ m.tool_calls[0].function.arguments }}]{% endif %}"
+    tests = head + "{% if m.content is not none %}({{ '' + m.content }}){% endif %}{% endfor %}"
+    writes = head + "({{ m.content }}){% endfor %}"
+    iterates = head + "({% for c in m.content %}{{ c }}{% endfor %}){% endfor %}"
+    absent = call(arguments='{"a":1}')
+    for turn in (assistant(None, tool_calls=[absent]), {"role": "assistant", "tool_calls": [absent]}):
+        assert ChatTemplate(tests, tokenizer).render([turn]) == '[{"a":1}]'
+        assert ChatTemplate(writes, tokenizer).render([turn]) == '[{"a":1}]()'
+        assert ChatTemplate(iterates, tokenizer).render([turn]) == '[{"a":1}]()'
+
+
 def test_template_environment(tokenizer, hf):
     source = (
         "{% for m in messages %}\n    {% if loop.index > 2 %}{% break %}{% endif %}\n{{ m.content | tojson(indent=2) }}\n{% endfor %}"
@@ -280,6 +292,8 @@ def test_the_templates_own_message_reaches_the_client(tokenizer):
 def test_templates_that_do_not_work_are_refused_when_loaded(tokenizer):
     with pytest.raises(ValueError, match="does not compile"):
         ChatTemplate("{% for %}", tokenizer)
+    with pytest.raises(ValueError, match="'default'"):
+        ChatTemplate({"tool_use": "x"}, tokenizer)
     joins = "{% for m in messages %}{{ '<｜' + m.role | capitalize + '｜>' + m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="joins the control token '<｜User｜>'"):
         ChatTemplate(joins, tokenizer)
@@ -305,6 +319,12 @@ BAD = {
     "reserved": ([user("a")], {"chat_template_kwargs": {"bos_token": "x"}}, "cannot set 'bos_token'"),
     "reserved_messages": ([user("a")], {"chat_template_kwargs": {"messages": []}}, "cannot set 'messages'"),
     "both": ([user("a")], {"continue_final_message": True}, "exclude each other"),
+    "kwargs_list": ([user("a")], {"chat_template_kwargs": ["x"]}, "must be an object"),
+    "calls_last": (
+        [user("a"), assistant("b", tool_calls=[call()])],
+        {"continue_final_message": True, "add_generation_prompt": False},
+        "behind tool calls",
+    ),
     "dropped": (
         [user("a"), assistant("<think>x</think>y")],
         {"continue_final_message": True, "add_generation_prompt": False},
