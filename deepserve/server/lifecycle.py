@@ -1,0 +1,198 @@
+"""The life of a frontend process: listen, start the local engines, serve, drain, end with an exit code that says how it went."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from typing import Protocol
+
+import uvicorn
+import uvloop
+
+from deepserve.server.app import create_app
+from deepserve.server.client import EngineClient
+from deepserve.server.state import ServerOptions, ServerState
+
+log = logging.getLogger("deepserve.server")
+
+WATCH_S = 0.1  # between looks at the engine processes
+GRACE_S = 10.0  # that engine processes get to end
+FLUSH_S = 2.0  # for the last error events to reach their clients
+
+
+class Spawn(Protocol):
+    """Starts and watches the engine processes of this machine."""
+
+    def start(self, frontend_address: str) -> None: ...
+
+    def poll(self) -> int | None:
+        """Exit code of the first process that has ended, None while all live."""
+
+    def stop(self, grace_s: float) -> None: ...
+
+
+class Frontend:
+    """One server. `run` serves until a signal, `shut_down` or the death of an engine process, and returns the exit code."""
+
+    def __init__(self, options: ServerOptions, spawn: Spawn | None):
+        """Binds the port at once: one that is taken is known before a model is loaded. Raises OSError."""
+        self.options = options
+        self.client: EngineClient | None = None
+        self.state: ServerState | None = None
+        self._spawn = spawn
+        self._socket = _listen(options.host, options.port)
+        self.host, self.port = self._socket.getsockname()[:2]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: asyncio.Future | None = None  # result: exit code and last line
+        self._num_signals = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+    async def run(self, *, handle_signals: bool = True) -> int:
+        self._loop = asyncio.get_running_loop()
+        self._end = self._loop.create_future()
+        self.client = EngineClient(silence_limit_s=self.options.engine_silence_limit_s)
+        try:
+            self.state = ServerState(self.options, self.client)
+            server = _Server(_uvicorn_config(self.state))
+            with self._signals(handle_signals):
+                return await self._serve(server)
+        finally:
+            self.client.close()
+            self._socket.close()
+
+    async def _serve(self, server: "_Server") -> int:
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        watching = asyncio.create_task(self._watch_engines())
+        serving.add_done_callback(lambda _: self._finish(1, "the HTTP server stopped by itself"))
+        try:
+            _say(f"listening on {self.url}")
+            code, line = await self._end
+            self.state.draining = True
+            self.client.fail_all(line)  # error events instead of cut streams; after a drain there is nobody left
+            server.should_exit = True
+            await serving
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+            if self._spawn is not None:
+                await asyncio.to_thread(self._spawn.stop, GRACE_S if self._num_signals < 2 else 0.0)
+        _say(line)
+        return code
+
+    async def _watch_engines(self):
+        """Starts the engine processes and ends everything when one of them ends."""
+        try:
+            if self._spawn is not None:
+                await asyncio.to_thread(self._spawn.start, self.client.address)
+            said_ready = False
+            while True:
+                code = None if self._spawn is None else self._spawn.poll()
+                if code is not None:
+                    self._finish(
+                        code if 0 < code < 256 else 1, f"an engine process ended unexpectedly with exit code {code}; the server stopped"
+                    )
+                    return
+                if not said_ready and self.state.ready:
+                    said_ready = True
+                    _say("ready")
+                await asyncio.sleep(WATCH_S)
+        except Exception as error:
+            log.exception("the engine processes cannot be started or watched")
+            self._finish(1, f"the engine processes cannot be started or watched: {error}")
+
+    # -- ending --
+
+    def shut_down(self):
+        """Finish what runs, refuse what is new, then end with code 0. Call it in the loop."""
+        if not self.state.draining:
+            self.state.draining = True
+            _say(f"draining {self.state.num_in_flight} requests")
+            self._drain = self._loop.create_task(self._wait_for_drain())
+
+    async def _wait_for_drain(self):
+        try:
+            await asyncio.wait_for(self.state.wait_until_idle(), self.options.shutdown_timeout_s)
+        except TimeoutError:
+            line = f"stopped with {self.state.num_in_flight} requests unfinished after {self.options.shutdown_timeout_s:g} s"
+        else:
+            line = "stopped, every request was finished"
+        self._finish(0, line)
+
+    def _finish(self, code: int, line: str):
+        if not self._end.done():
+            self._end.set_result((code, line))
+
+    def _on_signal(self, number: int):
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self.shut_down()
+        else:
+            self._finish(128 + number, "stopped at once by a second signal")
+
+    @contextlib.contextmanager
+    def _signals(self, handle: bool):
+        numbers = (signal.SIGTERM, signal.SIGINT) if handle else ()
+        for number in numbers:
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                self._loop.remove_signal_handler(number)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        """Signals are ours: uvicorn's would close the port before the drain."""
+        yield
+
+
+def run_server(options: ServerOptions, spawn: Spawn | None) -> int:
+    """Serve until the end and return the exit code; the last line on stderr says why it ended."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        frontend = Frontend(options, spawn)
+        return uvloop.run(frontend.run())
+    except (OSError, ValueError) as error:
+        _say(f"cannot serve: {error}")
+        return 1
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    options = state.options
+    return uvicorn.Config(
+        create_app(state),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,  # the program's own logging holds for uvicorn too
+        log_level="info" if options.access_log else "warning",
+        access_log=options.access_log,
+        server_header=False,
+        date_header=False,
+        backlog=4096,
+        timeout_graceful_shutdown=FLUSH_S,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def _say(line: str):
+    print(f"deepserve: {line}", file=sys.stderr, flush=True)

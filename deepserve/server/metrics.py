@@ -1,0 +1,85 @@
+"""GET /metrics: the counts of `stats` and the engines' reports, under the names that dashboards for vLLM read."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from deepserve.server.client import EngineClient
+from deepserve.server.state import ServerState
+
+_LABELS = ("model_name", "engine")
+
+_GAUGES = (
+    ("num_requests_running", "Sequences in the engine's batch.", lambda load: load.num_running),
+    ("num_requests_waiting", "Sequences waiting for room.", lambda load: load.num_waiting),
+    (
+        "kv_cache_usage_perc",
+        "Share of pages held by running sequences; 1 is all.",
+        lambda load: load.num_held_pages / (load.num_pages or 1),
+    ),
+)
+_LOAD_COUNTERS = (
+    ("num_preemptions", "Sequences that gave their pages back to others.", lambda load: load.num_preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.num_prefix_queried_tokens),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda load: load.num_prefix_hit_tokens),
+)
+_STATS_COUNTERS = (
+    ("prompt_tokens", "Prompt tokens of requests that were computed.", lambda stats: stats.num_prompt_tokens),
+    ("generation_tokens", "Tokens generated.", lambda stats: stats.num_generated_tokens),
+)
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From submission to the first token.", lambda stats: stats.first_token_s),
+    ("inter_token_latency_seconds", "Between two tokens of a sequence.", lambda stats: stats.inter_token_s),
+    ("e2e_request_latency_seconds", "From submission to the end of a sequence.", lambda stats: stats.end_to_end_s),
+    ("request_prompt_tokens", "Prompt tokens of a request.", lambda stats: stats.prompt_tokens),
+    ("request_generation_tokens", "Tokens generated for a sequence.", lambda stats: stats.generated_tokens),
+)
+
+
+class EngineCollector(Collector):
+    """Reads plain numbers when scraped; nothing is done per token."""
+
+    def __init__(self, client: EngineClient, model_name: str):
+        self._client = client
+        self._model = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        engines = list(self._client.engines.values())
+        for name, text, value in _GAUGES:
+            family = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            for engine in engines:
+                family.add_metric((self._model, engine.label), value(engine.load))
+            yield family
+        for name, text, value in _LOAD_COUNTERS:
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            for engine in engines:
+                family.add_metric((self._model, engine.label), value(engine.load))
+            yield family
+        yield from self._from_stats()
+
+    def _from_stats(self) -> Iterable[Metric]:
+        stats = self._client.stats.items()
+        for name, text, value in _STATS_COUNTERS:
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            for label, each in stats:
+                family.add_metric((self._model, label), value(each))
+            yield family
+        finished = CounterMetricFamily("vllm:request_success", "Sequences finished, by reason.", labels=(*_LABELS, "finished_reason"))
+        for label, each in stats:
+            for reason, count in each.num_finished.items():
+                finished.add_metric((self._model, label, reason), count)
+        yield finished
+        for name, text, histogram in _HISTOGRAMS:
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            for label, each in stats:
+                family.add_metric((self._model, label), histogram(each).buckets(), histogram(each).total)
+            yield family
+
+
+def exposition(state: ServerState) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(state.client, state.model_names[0]))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)

@@ -1,0 +1,64 @@
+"""From a decoded request to engine requests: every check that stands between a client and an engine."""
+
+import asyncio
+from contextlib import contextmanager
+
+from deepserve.engine.request import Limits, SamplingParams, validate
+from deepserve.server.client import NoEngine
+from deepserve.server.errors import bad_request, model_not_found, no_engine
+from deepserve.server.generation import Generation
+from deepserve.server.protocol import GenerateRequest, refuse_unsupported
+from deepserve.server.state import ServerState
+
+# Longer texts are encoded in a thread, so that they do not stop every stream for the time it takes.
+ENCODE_IN_THREAD_CHARS = 16 * 1024
+MAX_CACHE_SALT_CHARS = 256
+
+
+def check_model(state: ServerState, name: str | None) -> str:
+    """The name to answer with; raises ApiError 404 for one that is not served."""
+    if name is None:
+        return state.model_names[0]
+    if name not in state.model_names:
+        raise model_not_found(name)
+    return name
+
+
+@contextmanager
+def check_common(request: GenerateRequest):
+    """Checks what both routes share; a ValueError inside becomes a 400."""
+    try:
+        refuse_unsupported(request)
+        if len(request.cache_salt or "") > MAX_CACHE_SALT_CHARS:
+            raise ValueError(f"cache_salt has {len(request.cache_salt)} characters, at most {MAX_CACHE_SALT_CHARS} are allowed")
+        yield
+    except ValueError as error:
+        raise bad_request(error) from error
+
+
+def needed_limits(state: ServerState) -> Limits:
+    limits = state.client.limits
+    if limits is None:
+        raise no_engine()
+    return limits
+
+
+async def encode_text(state: ServerState, text: str, limits: Limits, *, add_special_tokens: bool) -> list[int]:
+    """Raises ValueError for a text that cannot fit, without encoding it first."""
+    if len(text) > limits.max_model_len * state.longest_token_bytes:
+        raise ValueError(f"the prompt has {len(text)} characters, which cannot fit {limits.max_model_len} tokens")
+    if len(text) < ENCODE_IN_THREAD_CHARS:
+        return state.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(state.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def validated(prompts: list[list[int]], params: SamplingParams, limits: Limits) -> list[SamplingParams]:
+    """One for each prompt: without a seed of the client's, every prompt draws its own."""
+    return [validate(prompt, params, limits) for prompt in prompts]
+
+
+def generate(state: ServerState, prompts: list[list[int]], params: list[SamplingParams], cache_salt: str) -> Generation:
+    try:
+        return Generation(state.client, state.tokenizer, prompts, params, cache_salt)
+    except NoEngine as error:
+        raise no_engine(str(error)) from error

@@ -1,0 +1,90 @@
+"""What the routes share: options, model texts, the engine client, and who is being served."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import msgspec
+
+from deepserve.engine.request import SamplingParams
+from deepserve.server.client import EngineClient
+from deepserve.text.chat import ChatTemplate
+from deepserve.text.tokenizer import Tokenizer
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """By the names of `deepserve serve` flags."""
+
+    model_path: str  # folder with tokenizer and generation_config.json
+    served_model_name: tuple[str, ...] = ()  # the first one is answered; empty: the folder's name
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    api_key: tuple[str, ...] = ()  # any of them opens the routes; empty: no key is asked for
+    chat_template: str | None = None  # file that replaces the model's own
+    generation_config: str = "auto"  # "none": OpenAI's sampling defaults instead of the model's
+    num_engines: int = 1  # that /ready waits for
+    engine_silence_limit_s: float = 10.0
+    max_body_bytes: int = 16 << 20
+    max_concurrent_requests: int = 4096
+    shutdown_timeout_s: float | None = None  # of a drain; None: until the last request is done
+    access_log: bool = False
+
+
+class ServerState:
+    """Raises ValueError or OSError for a model folder that cannot be served."""
+
+    def __init__(self, options: ServerOptions, client: EngineClient):
+        self.options = options
+        self.client = client
+        self.model_names = options.served_model_name or (Path(options.model_path).resolve().name,)
+        self.tokenizer = Tokenizer.from_folder(options.model_path)
+        if options.chat_template is None:
+            self.template = ChatTemplate.from_folder(options.model_path, self.tokenizer)
+        else:
+            self.template = ChatTemplate(Path(options.chat_template).read_text("utf-8"), self.tokenizer)
+        self.longest_token_bytes = max(len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size))
+        self.defaults = sampling_defaults(options)
+        self.created = int(time.time())
+        self.draining = False
+        self.num_in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def healthy(self) -> bool:
+        return not self.draining and self.client.can_serve
+
+    @property
+    def ready(self) -> bool:
+        return self.healthy and len(self.client.engines) >= self.options.num_engines
+
+    def enter(self):
+        self.num_in_flight += 1
+        self._idle.clear()
+
+    def leave(self):
+        self.num_in_flight -= 1
+        if self.num_in_flight == 0:
+            self._idle.set()
+
+    async def wait_until_idle(self):
+        await self._idle.wait()
+
+
+def sampling_defaults(options: ServerOptions) -> dict[str, float]:
+    """The model's own sampling settings. Raises ValueError for ones that no request could have."""
+    if options.generation_config not in ("auto", "none"):
+        raise ValueError(f"generation_config must be 'auto' or 'none', got {options.generation_config!r}")
+    path = Path(options.model_path) / "generation_config.json"
+    if options.generation_config == "none" or not path.is_file():
+        return {}
+    config = json.loads(path.read_text("utf-8"))
+    defaults = {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return defaults
