@@ -37,8 +37,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    stop: tuple[str, ...] | list[str] | str = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    # One list type each, as decoding from a message needs; tuples are as good here.
+    stop: list[str] | str = []
+    stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives beside the sampled token
