@@ -114,12 +114,19 @@ class Ops(Protocol):
         """Per-head product for absorption: x `[T, H, K]`, weight `[H, K, N]`, result `[T, H, N]`."""
 
     def latent_write(
-        self, kv: torch.Tensor, norm_weight: torch.Tensor, eps: float, positions: torch.Tensor, table: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+        self,
+        kv: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm the latent, rotate the key, write both to the cache, return them.
 
-        kv `[T, L + r]` as projected; cache `[num_pages, page_size, L + r]` model dtype; slots `[T]` int64, `page * page_size + offset`, -1 = do
-        not write. Returns latent `[T, L]` and key `[T, r]`, model dtype.
+        kv `[T, L + r]` as projected; cache `[num_pages, page_size, L + r]` model dtype; slots `[T]` int64, `page * page_size + offset`,
+        -1 = do not write. Returns latent `[T, L]` and key `[T, r]`, model dtype.
         """
 
     def latent_gather(self, cache: torch.Tensor, page_table: torch.Tensor, first: list[int], lens: list[int]) -> torch.Tensor:
@@ -129,13 +136,20 @@ class Ops(Protocol):
         """
 
     def mla_decode(
-        self, q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int, kv_lora_rank: int, scale: float
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seq_len: int,
+        kv_lora_rank: int,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Absorbed attention over pages, all heads sharing one key: the value is the key's first `kv_lora_rank` dims.
 
-        q `[B, q_len, H, L + r]`; page_table `[B, max_pages]` int32, -1 = unused; seq_lens `[B]` int32 counts the cached tokens with the q_len new
-        ones; query j of a sequence sees `seq_len - q_len + 1 + j` tokens; max_seq_len is a host upper bound. seq_len 0 gives out 0, lse -inf.
-        Returns out `[B, q_len, H, L]` model dtype, lse `[B, q_len, H]` fp32 (natural logarithm).
+        q `[B, q_len, H, L + r]`; page_table `[B, max_pages]` int32, -1 = unused; seq_lens `[B]` int32 counts the cached tokens with the
+        q_len new ones; query j of a sequence sees `seq_len - q_len + 1 + j` tokens; max_seq_len is a host upper bound. seq_len 0 gives out 0,
+        lse -inf. Returns out `[B, q_len, H, L]` model dtype, lse `[B, q_len, H]` fp32 (natural logarithm).
         """
 
     def mla_prefill(
@@ -143,7 +157,8 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Multi-head attention of ragged sequences. q `[T, H, n + r]`, k `[S, H, n + r]`, v `[S, H, v]`.
 
-        causal: the last query of a sequence sees all its keys, the one before all but one, and so on. Returns out `[T, H, v]`, lse `[T, H]` fp32.
+        causal: the last query of a sequence sees all its keys, the one before all but one, and so on. A query that sees none gives out 0,
+        lse -inf. Returns out `[T, H, v]`, lse `[T, H]` fp32.
         """
 
     def merge_attention(
@@ -155,23 +170,27 @@ class Ops(Protocol):
         """Whether a prefill chunk of `query_len` tokens behind `context_len` cached ones is cheaper in absorbed form here."""
 
     def gate_topk(self, logits: torch.Tensor, bias: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts of each token, best first, ties to the lowest id: idx `[T, k]` int64, weight `[T, k]` fp32. logits `[T, E]` fp32, bias `[E]` fp32.
+        """Experts of each token, best first, ties to the lowest id: idx `[T, k]` int64, weight `[T, k]` fp32.
 
-        Scores are softmax or sigmoid of the logits; choice is by score + bias, within the `topk_groups` best groups of consecutive experts; weights
-        are the unbiased scores, divided by their sum + 1e-20 if `normalize`, times `scaling`.
+        logits `[T, E]` fp32, bias `[E]` fp32. Scores are softmax or sigmoid of the logits; choice is by score + bias, within the
+        `topk_groups` best groups of consecutive experts; weights are the unbiased scores, divided by their sum + 1e-20 if `normalize`,
+        times `scaling`.
         """
 
     def grouped_linear(self, x: torch.Tensor, weight: Matrix, counts: list[int]) -> torch.Tensor:
         """Contiguous grouped GEMM: rows sorted by expert, `counts[e]` of each. x `[M, K]`, weight `[E, N, K]`, result `[M, N]`."""
 
     def grouped_linear_masked(self, x: torch.Tensor, weight: Matrix, counts: torch.Tensor) -> torch.Tensor:
-        """Masked grouped GEMM: x `[E, M, K]`, the first `counts[e]` rows of expert e are real; the rest of the result `[E, M, N]` is arbitrary."""
+        """Masked grouped GEMM: x `[E, M, K]`, the first `counts[e]` rows of expert e are real; the rest of the result `[E, M, N]` is not."""
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
-        """Repetition, frequency and presence penalties, in place, by OpenAI's and CTRL's (arXiv 1909.05858) formulas. logits `[R, V]` fp32."""
+        """Repetition (CTRL, arXiv 1909.05858), frequency and presence penalties (OpenAI's formula), in place. logits `[R, V]` fp32."""
 
     def sample(self, logits: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
-        """Gumbel-max over the processed distribution (temperature, min-p, top-k, top-p in this order): tokens `[R]` int64. logits `[R, V]` fp32."""
+        """Gumbel-max over the processed distribution (temperature, min-p, top-k, top-p in this order): tokens `[R]` int64.
+
+        logits `[R, V]` fp32. Tokens that tie with the last one inside a filter stay.
+        """
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> "Logprobs":
         """Log-softmax at `tokens` `[R]` and the `num_top` best. logits `[R, V]` fp32."""

@@ -5,7 +5,9 @@ from hw.api import Backend
 NAMES = ("cpu",)
 
 
-def open_backend(name: str, *, batch_invariant: bool = False, max_dispatch_tokens_per_rank: int = 128, num_threads: int | None = None) -> Backend:
+def open_backend(
+    name: str, *, batch_invariant: bool = False, max_dispatch_tokens_per_rank: int = 128, num_threads: int | None = None
+) -> Backend:
     """Load a backend for this rank. Raises ValueError for an unknown name, Unsupported for a flag that it cannot promise."""
     if name == "cpu":
         from hw.cpu.backend import open_cpu

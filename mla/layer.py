@@ -55,29 +55,29 @@ class MLALayer:
         """Checkpoint tensors of this layer, by their hub names."""
         c, q_rank = self.config, self.config.q_lora_rank
 
-        def weight(name: str, shape: tuple[int, ...], target: torch.Tensor, kind="matrix", rows: int | None = None, columns: int | None = None):
-            heads = range(self.first_head, self.first_head + self.num_heads)
+        def weight(name, shape, target, kind="matrix", rows_per_head=None, columns_per_head=None) -> Weight:
+            first, last = self.first_head, self.first_head + self.num_heads
             index: tuple[slice, ...] = ()
-            if rows is not None:  # rows for each head
-                index = (slice(heads.start * rows, heads.stop * rows),)
-            if columns is not None:
-                index = (slice(None), slice(heads.start * columns, heads.stop * columns))
+            if rows_per_head is not None:
+                index = (slice(first * rows_per_head, last * rows_per_head),)
+            if columns_per_head is not None:
+                index = (slice(None), slice(first * columns_per_head, last * columns_per_head))
             return Weight(name=f"{self.prefix}.{name}.weight", shape=shape, target=target, index=index, kind=kind)
 
         q_out, kv_out = c.num_heads * c.qk_head_dim, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
         found = [
             weight("kv_a_proj_with_mqa", (c.latent_dim, c.hidden_size), self.down[q_rank or 0 :]),
             weight("kv_a_layernorm", (c.kv_lora_rank,), self.kv_norm, "norm"),
-            weight("kv_b_proj", (kv_out, c.kv_lora_rank), self.kv_up, rows=kv_out // c.num_heads),
-            weight("o_proj", (c.hidden_size, c.num_heads * c.v_head_dim), self.out, columns=c.v_head_dim),
+            weight("kv_b_proj", (kv_out, c.kv_lora_rank), self.kv_up, rows_per_head=kv_out // c.num_heads),
+            weight("o_proj", (c.hidden_size, c.num_heads * c.v_head_dim), self.out, columns_per_head=c.v_head_dim),
         ]
         if q_rank is None:
-            return [*found, weight("q_proj", (q_out, c.hidden_size), self.q_up, rows=c.qk_head_dim)]
+            return [*found, weight("q_proj", (q_out, c.hidden_size), self.q_up, rows_per_head=c.qk_head_dim)]
         return [
             *found,
             weight("q_a_proj", (q_rank, c.hidden_size), self.down[:q_rank]),
             weight("q_a_layernorm", (q_rank,), self.q_norm, "norm"),
-            weight("q_b_proj", (q_out, q_rank), self.q_up, rows=c.qk_head_dim),
+            weight("q_b_proj", (q_out, q_rank), self.q_up, rows_per_head=c.qk_head_dim),
         ]
 
     def forward(self, x: torch.Tensor, meta: AttnMetadata, cache: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,7 @@ from hw.api import Ops, Segments
 from mla.metadata import PrefillMeta
 
 
-def expand(
-    ops: Ops, latent: torch.Tensor, key: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def expand(ops: Ops, latent: torch.Tensor, key: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """latent `[S, L]`, rotated key `[S, r]`, w_uk `[H, n, L]`, w_uv `[H, v, L]` -> keys `[S, H, n + r]`, values `[S, H, v]`."""
     num_heads, nope, _ = w_uk.shape
     k_nope = ops.linear(latent, w_uk.flatten(0, 1)).view(-1, num_heads, nope)

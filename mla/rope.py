@@ -10,8 +10,8 @@ from mla.config import MLAConfig, YarnConfig
 def inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> torch.Tensor:
     """Radians per position of each pair: `[dim / 2]` fp32.
 
-    YaRN divides slow frequencies by `factor`, keeps fast ones, and blends linearly between the dims that turn `beta_fast` and `beta_slow` times
-    over the original context.
+    YaRN divides slow frequencies by `factor`, keeps fast ones, and blends linearly between the dims that turn `beta_fast` and
+    `beta_slow` times over the original context.
     """
     inv_freq = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if yarn is None:

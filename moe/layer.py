@@ -1,8 +1,8 @@
 """A mixture-of-experts layer, cut into stages so that two micro-batches can overlap.
 
-    x -> route -> dispatch -> experts -> combine -> + shared(x)
-         gate,    tokens go   grouped    rows come home and
-         router   to experts  GEMMs      are summed in top-k order
+x -> route -> dispatch -> experts -> combine -> + shared(x)
+     gate,    tokens go   grouped    rows come home and
+     router   to experts  GEMMs      are summed in top-k order
 """
 
 from dataclasses import dataclass
@@ -31,9 +31,7 @@ class Routed:
 class MoELayer:
     """Routed and shared experts of one layer on one rank of the expert-parallel group."""
 
-    def __init__(
-        self, config: MoEConfig, backend: Backend, placement: Placement, rank: int, *, prefix: str, dtype: torch.dtype
-    ):
+    def __init__(self, config: MoEConfig, backend: Backend, placement: Placement, rank: int, *, prefix: str, dtype: torch.dtype):
         device = backend.runtime.device
         self.config, self.comm, self.placement = config, backend.expert_comm, placement
         self.gate = Gate(config, backend.ops, prefix=f"{prefix}.gate", device=device)

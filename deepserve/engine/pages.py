@@ -8,8 +8,9 @@ Every page is in exactly one state:
                         |                            '---cancel---> QUARANTINED --acknowledge--> FREE
                         '---cancel---> FREE
 
-CACHED pages belong to nobody and can be taken back at any time, least recently used first. The last four states are the
-hand-off of a prefill instance: a remote writer may still touch an IN_TRANSFER page, so a cancelled one is QUARANTINED until the writer acknowledges.
+CACHED pages belong to nobody and can be taken back at any time, least recently used first. RESERVED and below are the hand-off
+of a prefill instance: a remote writer may still touch an IN_TRANSFER page, so a cancelled one is QUARANTINED until the writer
+acknowledges.
 
 The prefix cache is a chain of SHA-256 over (parent hash, tokens of a page); the root holds the tagged extras that make equal tokens mean
 different latents (cache salt, weight version). On a hit the tokens themselves are compared too.
@@ -100,7 +101,7 @@ class Pages:
         return taken
 
     def release(self, pages: list[int]) -> None:
-        """Give pages back in sequence order. The tail goes first into the eviction order: a prefix is useful without its tail, not the reverse."""
+        """Give up a sequence's pages, listed in its order. Its tail is evicted first: a prefix is useful without its tail, not the reverse."""
         for page in reversed(pages):
             assert self._num_users[page] > 0, f"page {page} is not held"
             self._num_users[page] -= 1

@@ -1,8 +1,8 @@
 """Which tokens run in the next step. Host only and pure: `plan()` out, `apply(result)` in, no torch, no clock, no I/O.
 
 There is no prefill phase and no decode phase: each sequence has `num_computed` tokens in the cache and catches up with its
-known tokens. A step takes sequences one token behind first (decode), then longer catch-ups in chunks (prefill), then admits waiting ones, all
-within one token budget.
+known tokens. A step takes sequences one token behind first (decode), then longer catch-ups in chunks (prefill), then admits
+waiting ones, all within one token budget.
 
 Nothing irrevocable happens in `plan()`: tokens and computed lengths advance only in `apply()`.
 """

@@ -1,7 +1,7 @@
 """Expert dispatch on one rank: nothing leaves, tokens are only sorted by expert and put back.
 
-    throughput   x [M, D]         | expert 0 rows | expert 1 rows | ...        M = T * k, no gaps
-    low latency  x [E, cap, D]    expert e: | real rows | unused up to cap |   cap fixed, counts stay on the device
+throughput   x [M, D]         | expert 0 rows | expert 1 rows | ...        M = T * k, no gaps
+low latency  x [E, cap, D]    expert e: | real rows | unused up to cap |   cap fixed, counts stay on the device
 """
 
 from dataclasses import dataclass

@@ -52,7 +52,10 @@ class InvariantOps(CpuOps):
         return out.view(num_seqs, q_len, num_heads, kv_lora_rank), lse.view(num_seqs, q_len, num_heads)
 
     def _attend(self, q, cache, table, lens, kv_lora_rank, scale):
-        """One token's heads against its pages, in page order with a running maximum. q `[b, H, dim]`; pages beyond a row's end add exact zeros."""
+        """One token's heads against its pages, in page order with a running maximum. q `[b, H, dim]`.
+
+        Pages beyond a row's end add exact zeros, so the longest row of a batch changes nothing for the others.
+        """
         num_rows, num_heads, dim = q.shape
         page_size = cache.shape[1]
         heads = -(-num_heads // TILE) * TILE
