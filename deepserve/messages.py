@@ -69,8 +69,10 @@ class Register(msgspec.Struct, tag="register", array_like=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
-    """Sent every second, busy or idle."""
+    """Sent every second, busy or idle, from a thread with a socket of its own: it names its rank, its socket does not."""
 
+    instance: str
+    dp_rank: int
     load: Load
 
 

@@ -77,6 +77,15 @@ class Engine:
         for request_id in request_ids:
             self.scheduler.abort(request_id)
 
+    def abandon(self, request_ids: list[str]) -> None:
+        """Forget requests after a step that failed half-way: its plan is dropped first."""
+        self.scheduler.discard()
+        self.abort(request_ids)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether any sequence of the request is waiting or running."""
+        return self.scheduler.knows(request_id)
+
     def step(self, receive: Callable[[], None] = lambda: None) -> list[SequenceOutput]:
         """Receive, plan, run, apply; the caller sends. Empty when nothing could run."""
         receive()

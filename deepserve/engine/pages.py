@@ -101,7 +101,7 @@ class Pages:
         return taken
 
     def release(self, pages: list[int]) -> None:
-        """Give up a sequence's pages, listed in its order. Its tail is evicted first: a prefix is useful without its tail, not the reverse."""
+        """Give up a sequence's pages, in its order. The tail is evicted first: a prefix is useful without its tail, not the reverse."""
         for page in reversed(pages):
             assert self._num_users[page] > 0, f"page {page} is not held"
             self._num_users[page] -= 1

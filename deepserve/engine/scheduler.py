@@ -8,8 +8,9 @@ Nothing irrevocable happens in `plan()`: tokens and computed lengths advance onl
 """
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import chain
 
 from deepserve.engine.pages import Pages
 from deepserve.engine.request import SamplingParams, Sequence, SequenceOutput
@@ -49,6 +50,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._followers: dict[str, list[Sequence]] = {}  # sequences 1.. of a request, until sequence 0 has computed the prompt
+        self._num_live: dict[str, int] = {}  # unfinished sequences of each request
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: tuple[StepPlan, list[Sequence]] | None = None
         self._resend_all = False
@@ -62,6 +64,7 @@ class Scheduler:
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.config.eos_token_ids)
         tokens = array("i", prompt)
         sequences = [Sequence(request_id, i, tokens, params, cache_salt, ends) for i in range(params.n)]
+        self._num_live[request_id] = params.n
         self.waiting.append(sequences[0])
         if params.n > 1:
             # The first one computes the prompt; the others then find it in the prefix cache.
@@ -70,15 +73,18 @@ class Scheduler:
     def abort(self, request_id: str) -> bool:
         """Forget a request and free what it holds. Returns whether it was known."""
         assert self._in_flight is None, "a step is in flight"
-        found = self._followers.pop(request_id, None) is not None
+        if self._num_live.pop(request_id, None) is None:
+            return False
+        self._followers.pop(request_id, None)
         for sequence in [s for s in self.running if s.request_id == request_id]:
             self.running.remove(sequence)
             self._vacate(sequence)
-            found = True
-        kept = [s for s in self.waiting if s.request_id != request_id]
-        found = found or len(kept) < len(self.waiting)
-        self.waiting = deque(kept)
-        return found
+        self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
+        return True
+
+    def knows(self, request_id: str) -> bool:
+        """Whether any sequence of the request is unfinished."""
+        return request_id in self._num_live
 
     @property
     def num_waiting(self) -> int:
@@ -316,6 +322,7 @@ class Scheduler:
         if leader.params.max_tokens:
             self.waiting.extendleft(reversed(followers))
             return []
+        self._forget(leader.request_id, len(followers))
         return [self._scored(sequence) for sequence in followers]
 
     def _finish(self, done: list[Sequence]) -> None:
@@ -323,6 +330,12 @@ class Scheduler:
         self.running = [s for s in self.running if s not in gone]
         for sequence in done:
             self._vacate(sequence)
+            self._forget(sequence.request_id, 1)
+
+    def _forget(self, request_id: str, num_sequences: int) -> None:
+        self._num_live[request_id] -= num_sequences
+        if not self._num_live[request_id]:
+            del self._num_live[request_id]
 
     def check(self) -> None:
         """Audit: pages, rows and queues agree. AssertionError says what is wrong."""
@@ -330,6 +343,8 @@ class Scheduler:
         rows = [s.row for s in self.running] + self._free_rows
         assert sorted(rows) == list(range(self.config.max_num_seqs)), f"rows counted twice or lost: {sorted(rows)}"
         assert all(s.row is None and not s.pages for s in self.waiting), "a waiting sequence holds something"
+        live = Counter(s.request_id for s in (*self.running, *self.waiting, *chain(*self._followers.values())))
+        assert live == self._num_live, "requests and their sequences differ"
 
 
 def _fill(sequence: Sequence) -> RowFill:

@@ -227,6 +227,8 @@ class EngineClient:
         if type(message) is Register:
             self._on_register(identity, message)
             return
+        if type(message) is Heartbeat:
+            identity = self._identity_of(message)
         engine = self.engines.get(identity) or self._readmit(identity)
         if engine is None:
             return
@@ -265,6 +267,14 @@ class EngineClient:
         engine = self.engines[identity] = Engine(identity, register, label, stats)
         log.info("%s joined: %d pages of %d tokens", engine.name, register.num_pages, register.page_size)
         self._notify()
+
+    def _identity_of(self, heartbeat: Heartbeat) -> bytes:
+        """The identity under which the rank of a heartbeat registered, empty if it did not."""
+        place = (heartbeat.instance, heartbeat.dp_rank)
+        for identity, engine in (*self.engines.items(), *self._lost.items()):
+            if (engine.register.instance, engine.register.dp_rank) == place:
+                return identity
+        return b""
 
     def _readmit(self, identity: bytes) -> Engine | None:
         engine = self._lost.pop(identity, None)

@@ -1,0 +1,207 @@
+"""`deepserve serve | generate`: the command line. Flags carry the names that users of vLLM know; SGLang's spellings are aliases."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepserve import __version__
+from deepserve.config import EngineArgs
+
+app = typer.Typer(
+    name="deepserve",
+    help="Serve DeepSeek-class mixture-of-experts models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_DEFAULTS = EngineArgs()
+_MODEL, _ENGINE, _CACHE, _SERVER = "Model", "Engine", "Cache and batch", "Server"
+
+Model = Annotated[str, typer.Argument(help="Folder, hub id, or deepserve-tiny (the shipped model).", show_default=True)]
+
+
+def _option(*names: str, help: str, panel: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+Revision = Annotated[str | None, _option("--revision", help="Branch, tag or commit of a hub model.", panel=_MODEL)]
+Dtype = Annotated[str, _option("--dtype", help="auto (the checkpoint's, where the device computes it), float32 or bfloat16.", panel=_MODEL)]
+LoadFormat = Annotated[str, _option("--load-format", help="auto, or dummy: random weights, for tests of speed.", panel=_MODEL)]
+Seed = Annotated[int, _option("--seed", help="Of dummy weights.", panel=_MODEL)]
+MaxModelLen = Annotated[
+    int | None,
+    _option("--max-model-len", "--context-length", help="Longest prompt with answer; default: the model's.", panel=_MODEL),
+]
+Device = Annotated[str, _option("--device", help="Backend: cpu.", panel=_ENGINE)]
+Tp = Annotated[int, _option("--tensor-parallel-size", "--tp", "-tp", help="Ranks that share each attention layer.", panel=_ENGINE)]
+Dp = Annotated[int, _option("--data-parallel-size", "--dp", "-dp", help="Replicas of attention; experts spread over all.", panel=_ENGINE)]
+Redundant = Annotated[int, _option("--num-redundant-experts", help="Expert replicas beyond one copy of each.", panel=_ENGINE)]
+Invariant = Annotated[
+    bool, _option("--batch-invariant", help="Results bitwise independent of what else is in the batch; slower.", panel=_ENGINE)
+]
+Threads = Annotated[int | None, _option("--num-threads", help="CPU threads of a rank.", panel=_ENGINE)]
+MaxNumSeqs = Annotated[int, _option("--max-num-seqs", "--max-running-requests", help="Most sequences in a step.", panel=_CACHE)]
+MaxTokens = Annotated[int, _option("--max-num-batched-tokens", help="Most tokens in a step.", panel=_CACHE)]
+Chunked = Annotated[bool, _option("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Cut long prompts.", panel=_CACHE)]
+LongPrefill = Annotated[int, _option("--long-prefill-token-threshold", help="Most tokens of one prompt in a step; 0: all.", panel=_CACHE)]
+Prefix = Annotated[bool, _option("--enable-prefix-caching/--no-enable-prefix-caching", help="Keep pages of past prompts.", panel=_CACHE)]
+CacheBytes = Annotated[int | None, _option("--kv-cache-memory-bytes", help="Memory for pages; default: measured.", panel=_CACHE)]
+Utilization = Annotated[
+    float,
+    _option("--memory-utilization", "--gpu-memory-utilization", "--mem-fraction-static", help="Share of free memory.", panel=_CACHE),
+]
+
+
+def _engine_args(values: dict[str, Any]) -> EngineArgs:
+    return EngineArgs(**{name: values[name] for name in EngineArgs.__struct_fields__ if name in values})
+
+
+@app.command()
+def serve(
+    model: Model = _DEFAULTS.model,
+    host: Annotated[str, _option("--host", help="Address to listen on.", panel=_SERVER)] = "127.0.0.1",
+    port: Annotated[int, _option("--port", help="Port to listen on; 0: any free one.", panel=_SERVER)] = 8000,
+    served_model_name: Annotated[list[str] | None, _option("--served-model-name", help="Names clients may use.", panel=_SERVER)] = None,
+    api_key: Annotated[list[str] | None, _option("--api-key", help="Key(s) that clients must send.", panel=_SERVER)] = None,
+    chat_template: Annotated[str | None, _option("--chat-template", help="File that replaces the model's template.", panel=_SERVER)] = None,
+    generation_config: Annotated[str, _option("--generation-config", help="auto: the model's defaults; none.", panel=_SERVER)] = "auto",
+    max_concurrent_requests: Annotated[int, _option("--max-concurrent-requests", help="Beyond it: 429.", panel=_SERVER)] = 4096,
+    max_body_bytes: Annotated[int, _option("--max-body-bytes", help="Beyond it: 413.", panel=_SERVER)] = 16 << 20,
+    shutdown_timeout: Annotated[
+        float | None, _option("--shutdown-timeout", help="Seconds a drain may take; default: as long as it needs.", panel=_SERVER)
+    ] = None,
+    access_log: Annotated[bool, _option("--access-log/--no-access-log", help="One line for each request.", panel=_SERVER)] = False,
+    revision: Revision = None,
+    dtype: Dtype = _DEFAULTS.dtype,
+    load_format: LoadFormat = _DEFAULTS.load_format,
+    seed: Seed = _DEFAULTS.seed,
+    max_model_len: MaxModelLen = None,
+    device: Device = _DEFAULTS.device,
+    tensor_parallel_size: Tp = 1,
+    data_parallel_size: Dp = 1,
+    num_redundant_experts: Redundant = 0,
+    batch_invariant: Invariant = False,
+    num_threads: Threads = None,
+    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: MaxTokens = _DEFAULTS.max_num_batched_tokens,
+    enable_chunked_prefill: Chunked = True,
+    long_prefill_token_threshold: LongPrefill = 0,
+    enable_prefix_caching: Prefix = True,
+    kv_cache_memory_bytes: CacheBytes = None,
+    memory_utilization: Utilization = _DEFAULTS.memory_utilization,
+) -> None:
+    """Serve a model over the OpenAI API. SIGTERM or Ctrl-C finishes what runs; a second one stops at once."""
+    args = _engine_args(locals())
+    # Neither torch nor a device library here: the engine process loads them while this one starts.
+    from deepserve.model.config import ModelConfig
+    from deepserve.model.hub import resolve_model
+    from deepserve.server.lifecycle import run_server
+    from deepserve.server.state import ServerOptions
+    from deepserve.spawn import LocalInstance
+
+    try:
+        folder = str(resolve_model(model, revision, with_weights=load_format != "dummy"))
+        _check(args, folder, ModelConfig.from_folder(folder))
+    except ValueError as error:
+        _fail(str(error))
+    options = ServerOptions(
+        model_path=folder,
+        served_model_name=tuple(served_model_name or [model]),
+        host=host,
+        port=port,
+        api_key=tuple(api_key or ()),
+        chat_template=chat_template,
+        generation_config=generation_config,
+        max_concurrent_requests=max_concurrent_requests,
+        max_body_bytes=max_body_bytes,
+        shutdown_timeout_s=shutdown_timeout,
+        access_log=access_log,
+    )
+    sys.exit(run_server(options, LocalInstance(args)))
+
+
+@app.command()
+def generate(
+    model: Model = _DEFAULTS.model,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Prompt text; may be given several times.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="One prompt a line; - reads stdin.")] = None,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put each prompt through the chat template.")] = True,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
+    sampling_seed: Annotated[int | None, typer.Option("--sampling-seed", help="Makes sampled answers repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt instead of text.")] = False,
+    revision: Revision = None,
+    dtype: Dtype = _DEFAULTS.dtype,
+    load_format: LoadFormat = _DEFAULTS.load_format,
+    seed: Seed = _DEFAULTS.seed,
+    max_model_len: MaxModelLen = None,
+    device: Device = _DEFAULTS.device,
+    batch_invariant: Invariant = False,
+    num_threads: Threads = None,
+    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: MaxTokens = _DEFAULTS.max_num_batched_tokens,
+    kv_cache_memory_bytes: CacheBytes = None,
+    memory_utilization: Utilization = _DEFAULTS.memory_utilization,
+) -> None:
+    """Answer prompts without a server: deepserve generate -p "What is 12+30?"."""
+    args = _engine_args(locals())
+    prompts = _prompts(prompt or [], file)
+    from deepserve.engine.request import SamplingParams
+    from deepserve.llm import LLM
+
+    try:
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=sampling_seed)
+        with LLM(**{name: getattr(args, name) for name in EngineArgs.__struct_fields__}) as llm:
+            messages = [[{"role": "user", "content": text}] for text in prompts]
+            outputs = llm.chat(messages, params) if chat else llm.generate(prompts, params)
+    except ValueError as error:
+        _fail(str(error))
+    for text, output in zip(prompts, outputs, strict=True):
+        answer = output.outputs[0]
+        if as_json:
+            print(json.dumps({"prompt": text, "text": answer.text, "finish_reason": answer.finish_reason}, ensure_ascii=False))
+        else:
+            print(answer.text)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def _check(args: EngineArgs, folder: str, model: Any) -> None:
+    """What the engine would refuse is refused here, before a process starts."""
+    from deepserve.config import EngineConfig
+
+    EngineConfig.resolve(args, folder, model)
+
+
+def _prompts(given: list[str], file: Path | None) -> list[str]:
+    if file is not None:
+        try:
+            text = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            _fail(f"cannot read prompts from {file}: {error}")
+        given = given + [line for line in text.splitlines() if line.strip()]
+    if not given:
+        _fail("no prompt: give --prompt TEXT or --file PATH")
+    return given
+
+
+def _fail(sentence: str) -> Any:
+    print(f"deepserve: {sentence}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the `deepserve` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
