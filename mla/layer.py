@@ -99,6 +99,7 @@ class MLALayer:
         if meta.prefill is not None:
             rows = slice(num_decode, None)
             parts.append(self._prefill(q_nope[rows], q_rope[rows], latent[rows], key[rows], meta.prefill, cache))
+        parts = parts or [q.new_empty(0, self.num_heads, c.v_head_dim)]  # an idle rank's step
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return ops.linear(out.flatten(1), self.out)
 

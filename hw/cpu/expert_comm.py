@@ -49,7 +49,7 @@ class LocalExpertComm:
         masked = x.new_zeros(num_local_experts * num_tokens, x.shape[1])
         masked[home] = x.repeat_interleave(top_k, dim=0)
         handle = LocalHandle(home.view(num_tokens, top_k))
-        return Dispatched(mode, masked.view(num_local_experts, num_tokens, -1), counts, None, handle)
+        return Dispatched(mode, masked.view(num_local_experts, num_tokens, x.shape[1]), counts, None, handle)
 
     def combine(self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         rows = y.reshape(-1, y.shape[-1])[dispatched.handle.home]

@@ -3,7 +3,7 @@
 import torch
 
 from hw.api import LatentDims, PenaltyInputs, SampleInputs, Segments
-from hw.cpu.reference.ops import ReferenceOps, _expert
+from hw.cpu.reference.ops import ReferenceOps, _expert, softmax_or_zero
 from hw.cpu.reference.philox import gumbel_noise
 
 # Most fp32 scores that one attention product may hold, in elements; bounds memory whatever the lengths.
@@ -34,7 +34,7 @@ class CpuOps(ReferenceOps):
             low, high = start // page_size, -(-(start + length) // page_size)
             rows = cache[row[low:high].long()].flatten(0, 1)
             pieces.append(rows[start - low * page_size :][:length])
-        return torch.cat(pieces)
+        return torch.cat(pieces) if pieces else cache.new_empty(0, cache.shape[-1])
 
     def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale):
         num_seqs, q_len, num_heads, dim = q.shape
@@ -46,12 +46,13 @@ class CpuOps(ReferenceOps):
             part = slice(low, low + step)
             pages = page_table[part, :num_pages].clamp(min=0).long()
             keys = cache[pages].flatten(1, 2).float()  # [b, s, dim]
-            scores = torch.bmm(q[part].flatten(1, 2).float(), keys.transpose(1, 2)).mul_(scale).view(-1, q_len, num_heads, keys.shape[1])
+            scores = torch.bmm(q[part].flatten(1, 2).float(), keys.transpose(1, 2)).mul_(scale)
+            scores = scores.view(keys.shape[0], q_len, num_heads, keys.shape[1])
             visible = seq_lens[part, None] - q_len + 1 + torch.arange(q_len)  # [b, q_len]
             hidden = torch.arange(keys.shape[1]) >= visible[..., None]
             scores.masked_fill_(hidden[:, :, None, :], -torch.inf)
             lse[part] = scores.logsumexp(-1)
-            probs = (scores - lse[part, ..., None].clamp(min=torch.finfo(torch.float32).min)).exp_()
+            probs = softmax_or_zero(scores, lse[part])
             out[part] = torch.bmm(probs.flatten(1, 2), keys[..., :kv_lora_rank]).view(-1, q_len, num_heads, kv_lora_rank)
         return out, lse
 
@@ -67,13 +68,14 @@ class CpuOps(ReferenceOps):
                 high = min(low + tile, q_len)
                 rows = slice(q_first + low, q_first + high)
                 # Keys behind the last query of the tile are hidden from all of it.
-                num_keys = k_len - (q_len - high) if causal else k_len
+                num_keys = max(0, k_len - (q_len - high)) if causal else k_len
                 scores = torch.bmm(q[rows].float().transpose(0, 1), keys[:, :, :num_keys]).mul_(scale)
                 if causal:
-                    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu_(1 + num_keys - (high - low))
+                    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu_(1 + k_len - q_len + low)
                     scores.masked_fill_(hidden, -torch.inf)
-                lse[rows] = scores.logsumexp(-1).T
-                out[rows] = torch.bmm(scores.softmax(-1), values[:, :num_keys]).transpose(0, 1)
+                tile_lse = scores.logsumexp(-1)
+                lse[rows] = tile_lse.T
+                out[rows] = torch.bmm(softmax_or_zero(scores, tile_lse), values[:, :num_keys]).transpose(0, 1)
             q_first += q_len
         return out, lse
 
@@ -136,7 +138,7 @@ class CpuOps(ReferenceOps):
         kth = ordered.gather(1, k[:, None] - 1)
         ordered.masked_fill_(ordered < kth, -torch.inf)  # ties with the k-th stay, as in the reference
         probs = ordered.softmax(-1)
-        last = ((probs.cumsum(-1) - probs) < top_p[picked, None]).sum(-1) - 1
+        last = ((probs.cumsum(-1) - probs) < top_p[picked, None]).sum(-1).clamp(min=1) - 1
         # top_p of 1 cuts nothing, whatever the rounding of the cumulative sum says.
         last = torch.where(top_p[picked] < 1, last, vocab_size - 1)
         border = torch.maximum(ordered.gather(1, last[:, None]), kth)

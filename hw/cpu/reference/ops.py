@@ -64,19 +64,21 @@ class ReferenceOps:
         return out, lse
 
     def mla_prefill(self, q, k, v, q_segments: Segments, k_segments: Segments, scale, causal):
-        outs, lses = [], []
+        outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [torch.empty(0, q.shape[1])]
         for q_i, k_i, v_i in zip(q.split(q_segments.lens), k.split(k_segments.lens), v.split(k_segments.lens), strict=True):
             scores = torch.einsum("thd,shd->hts", q_i.float(), k_i.float()) * scale
             if causal:
                 hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + k_i.shape[0] - q_i.shape[0])
                 scores = scores.masked_fill(hidden, -torch.inf)
-            outs.append(torch.einsum("hts,shd->thd", scores.softmax(-1), v_i.float()).to(q.dtype))
-            lses.append(scores.logsumexp(-1).T)
+            lse = scores.logsumexp(-1)
+            outs.append(torch.einsum("hts,shd->thd", softmax_or_zero(scores, lse), v_i.float()).to(q.dtype))
+            lses.append(lse.T)
         return torch.cat(outs), torch.cat(lses)
 
     def merge_attention(self, out_a, lse_a, out_b, lse_b):
         lse = torch.logaddexp(lse_a, lse_b)
-        weight_a, weight_b = (lse_a - lse).exp()[..., None], (lse_b - lse).exp()[..., None]
+        finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # both sets empty: weights 0, not NaN
+        weight_a, weight_b = (lse_a - finite).exp()[..., None], (lse_b - finite).exp()[..., None]
         return (out_a.float() * weight_a + out_b.float() * weight_b).to(out_a.dtype), lse
 
     def prefers_absorbed(self, query_len, context_len, dims):
@@ -86,7 +88,7 @@ class ReferenceOps:
         scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
         choice = scores if bias is None else scores + bias
         if rule.num_groups > 1:
-            groups = choice.view(choice.shape[0], rule.num_groups, -1)
+            groups = choice.view(choice.shape[0], rule.num_groups, choice.shape[1] // rule.num_groups)
             group_scores = groups.amax(-1) if rule.group_score == "max" else groups.topk(2, dim=-1).values.sum(-1)
             kept = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, : rule.topk_groups]
             dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
@@ -132,7 +134,7 @@ class ReferenceOps:
         if inputs.top_p[row] < 1:
             ordered = scores.sort(descending=True).values
             probs = ordered.softmax(-1)
-            last = ((probs.cumsum(-1) - probs) < inputs.top_p[row]).sum() - 1  # the token that crosses top_p is kept
+            last = ((probs.cumsum(-1) - probs) < inputs.top_p[row]).sum().clamp(min=1) - 1  # the token that crosses top_p is kept
             scores = scores.masked_fill(scores < ordered[last], -torch.inf)
         return scores
 
@@ -141,6 +143,11 @@ class ReferenceOps:
         token = logprobs.gather(1, tokens[:, None])
         top = logprobs.topk(num_top, dim=-1)
         return Logprobs(token[:, 0], (logprobs > token).sum(-1) + 1, top.indices, top.values)
+
+
+def softmax_or_zero(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last dim by its log-sum-exp `lse`; a row of nothing but -inf gives zeros."""
+    return (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp_()
 
 
 def _expert(weight: Matrix, e: int) -> Matrix:
