@@ -185,8 +185,7 @@ class Pages:
 
     def finish_transfer(self, owner: str) -> list[int]:
         """All is written: the pages are HELD by one sequence."""
-        transfer = self._transfers.pop(owner)
-        assert transfer.state is PageState.IN_TRANSFER, (owner, transfer.state)
+        transfer = self._leave(owner, PageState.IN_TRANSFER)
         for page in transfer.pages:
             self._num_users[page] = 1
         return transfer.pages
@@ -201,9 +200,13 @@ class Pages:
 
     def acknowledge(self, owner: str) -> None:
         """The writer of a cancelled hand-off is known to be done or gone."""
-        transfer = self._transfers.pop(owner)
-        assert transfer.state is PageState.QUARANTINED, (owner, transfer.state)
-        self._free.extend(transfer.pages)
+        self._free.extend(self._leave(owner, PageState.QUARANTINED).pages)
+
+    def _leave(self, owner: str, state: PageState) -> Transfer:
+        """End a hand-off that is in `state`; in another state it stays as it is."""
+        transfer = self._transfers[owner]
+        assert transfer.state is state, (owner, transfer.state)
+        return self._transfers.pop(owner)
 
     def expired(self, now_s: float) -> list[str]:
         """Owners of hand-offs past their deadline that nobody cancelled yet."""
@@ -231,6 +234,7 @@ class Pages:
         held = [page for page, users in enumerate(self._num_users) if users]
         places = self._free + list(self._cached) + held + in_transfer
         assert sorted(places) == list(range(self.num_pages)), f"pages counted twice or lost: {self.states()} of {self.num_pages}"
+        assert len(self._published) == len(self._hash_of), "a page is published twice, or lost from one of the tables"
         assert {page: digest for digest, (page, _) in self._published.items()} == self._hash_of, "published pages and hashes differ"
         assert all(page in self._hash_of for page in self._cached), "a cached page is not published"
         assert not any(page in self._hash_of for page in self._free + in_transfer), "a free page is still published"
