@@ -1,8 +1,9 @@
 """CPU ops whose rows do not depend on the rest of the batch: matrix products over fixed tiles of 16 rows, attention page by page.
 
 A row of a matrix product computed alone differs in its last bits from the same row in a larger product, because the library picks
-another kernel. With every product of one shape the kernel is the same and so are the bits. Elementwise ops and
-reductions along a row are the same for any number of rows already. Prefill runs in absorbed form, token by token, exactly as
+another kernel. With every product of one shape the kernel is the same and so are the bits. silu and sigmoid need care too: their vector
+code leaves ragged ends, also those where threads share the work, to scalar code with other last bits. The other elementwise ops
+and reductions along a row are the same for any number of rows already. Prefill runs in absorbed form, token by token, exactly as
 decode does, so that chunk borders and recomputation change nothing either.
 """
 
@@ -14,6 +15,14 @@ from hw.quant import QuantTensor, dequantize
 TILE = 16
 _ROWS = 64  # attention rows at a time; only bounds memory, each row is its own batch entry
 _ALIGN = 64  # bytes; the library's kernels may start differently at other addresses
+_FLAT = 1 << 14  # elements: whole vectors, and below the size from which the library splits a call over threads
+_VECTOR = 64  # elements: a multiple of what the library's vector code takes at a time
+
+
+def _elementwise(function, x: torch.Tensor) -> torch.Tensor:
+    flat = x.new_zeros(-(-x.numel() // _VECTOR) * _VECTOR)
+    flat[: x.numel()] = x.flatten()
+    return torch.cat([function(piece) for piece in flat.split(_FLAT)])[: x.numel()].view(x.shape)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -35,6 +44,12 @@ class InvariantOps(CpuOps):
         for low in range(0, padded.shape[0], TILE):
             out[low : low + TILE] = _aligned(padded[low : low + TILE]) @ weight
         return out[:num_rows]
+
+    def _silu(self, x):
+        return _elementwise(super()._silu, x)
+
+    def _sigmoid(self, x):
+        return _elementwise(super()._sigmoid, x)
 
     def head_matmul(self, x, weight):
         return torch.stack([self.linear(x[:, h], weight[h].T) for h in range(x.shape[1])], dim=1)

@@ -26,7 +26,13 @@ class ReferenceOps:
 
     def silu_mul(self, gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up
+        return self._silu(gate) * up
+
+    def _silu(self, x):
+        return torch.nn.functional.silu(x)
+
+    def _sigmoid(self, x):
+        return x.sigmoid()
 
     def linear(self, x, weight: Matrix):
         if isinstance(weight, QuantTensor):
@@ -85,7 +91,7 @@ class ReferenceOps:
         return False
 
     def gate_topk(self, logits, bias, rule: GateRule):
-        scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if rule.scoring == "softmax" else self._sigmoid(logits)
         choice = scores if bias is None else scores + bias
         if rule.num_groups > 1:
             groups = choice.view(choice.shape[0], rule.num_groups, choice.shape[1] // rule.num_groups)
