@@ -5,9 +5,12 @@ import re
 import msgspec
 from starlette.responses import Response
 
+from deepserve.server.protocol import ChatRequest, CompletionRequest
+
+FIELDS = frozenset(ChatRequest.__struct_fields__ + CompletionRequest.__struct_fields__)
 _AT = re.compile(r"at (?:`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
-_NAME = re.compile(r"[a-z_]+")
+_NAME = re.compile(r"[a-z_]+\b")
 
 _TYPES = {
     400: "invalid_request_error",
@@ -57,7 +60,7 @@ class ApiError(Exception):
 def bad_request(error: ValueError | str, param: str | None = None) -> ApiError:
     """Our own ValueErrors start with the name of the field they complain about."""
     message = str(error)
-    if param is None and (name := _NAME.match(message)) and "_" in name[0]:
+    if param is None and (name := _NAME.match(message)) and name[0] in FIELDS:
         param = name[0]
     return ApiError(400, message, param=param)
 

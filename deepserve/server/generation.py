@@ -39,7 +39,7 @@ class Choice:
     """One sequence on its way to text."""
 
     __slots__ = (
-        "_detokenizer", "_drop_end", "_min_tokens", "_num_chars", "_one_by_one", "_stops",
+        "_detokenizer", "_drop_end", "_min_tokens", "_num_chars", "_one_by_one", "_stop_token_ids", "_stops",
         "index", "num_generated", "prompt_idx", "seed", "started",
     )  # fmt: skip
 
@@ -51,6 +51,7 @@ class Choice:
         self.started = False  # for the reply: whether something of it has been sent
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
+        self._stop_token_ids = frozenset(params.stop_token_ids)
         self._min_tokens = params.min_tokens
         self._drop_end = not params.include_stop_str_in_output
         self._num_chars = 0
@@ -60,7 +61,8 @@ class Choice:
         news = News()
         news.token_ids = token_ids = output.token_ids
         news.finish_reason = output.finish_reason
-        news.stop_reason = output.stop_token_id
+        if output.stop_token_id in self._stop_token_ids:
+            news.stop_reason = output.stop_token_id  # the model's own end token is no reason to tell
         if output.logprobs:
             news.logprobs = output.logprobs
         # The token that ended the sequence is no text unless asked for.

@@ -19,6 +19,7 @@ log = logging.getLogger("deepserve.server")
 
 WATCH_S = 0.1  # between looks at the engine processes
 GRACE_S = 10.0  # that engine processes get to end
+BACKLOG = 4096  # connections that wait to be accepted
 FLUSH_S = 2.0  # for the last error events to reach their clients
 
 
@@ -177,17 +178,19 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         access_log=options.access_log,
         server_header=False,
         date_header=False,
-        backlog=4096,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=FLUSH_S,
     )
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    # The protocol is named because asyncio turns Nagle's delay off only where it is; with the delay, short replies take 40 ms.
+    listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error

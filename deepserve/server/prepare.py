@@ -1,7 +1,10 @@
 """From a decoded request to engine requests: every check that stands between a client and an engine."""
 
 import asyncio
+import secrets
 from contextlib import contextmanager
+
+from msgspec.structs import replace
 
 from deepserve.engine.request import Limits, SamplingParams, validate
 from deepserve.server.client import NoEngine
@@ -53,8 +56,10 @@ async def encode_text(state: ServerState, text: str, limits: Limits, *, add_spec
 
 
 def validated(prompts: list[list[int]], params: SamplingParams, limits: Limits) -> list[SamplingParams]:
-    """One for each prompt: without a seed of the client's, every prompt draws its own."""
-    return [validate(prompt, params, limits) for prompt in prompts]
+    """One for each prompt: without a seed of the client's, every prompt draws its own, exact in a JSON reader's double."""
+    return [
+        validate(prompt, params if params.seed is not None else replace(params, seed=secrets.randbits(53)), limits) for prompt in prompts
+    ]
 
 
 def generate(state: ServerState, prompts: list[list[int]], params: list[SamplingParams], cache_salt: str) -> Generation:
