@@ -1,0 +1,332 @@
+"""Every backend this machine has against the plain reference, op by op, on the named grids of `hw.testing`.
+
+The kernel always runs before its twin, so that memory it forgot to write cannot hold the right answer by chance.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from hw import testing
+from hw.api import GateRule, LatentDims, Ops, PenaltyInputs, SampleInputs, Segments
+from hw.cpu.reference.ops import ReferenceOps
+from hw.quant import quantize_weight_blocks
+from hw.select import open_backend
+from hw.testing import assert_close, tolerance
+
+DTYPES = (torch.float32, torch.bfloat16)
+VARIANTS = [(name, invariant) for name in testing.available_backends() for invariant in (False, True)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op. `changes` are the arguments it may write to; `real` cuts what the contract leaves open out of the result."""
+
+    args: tuple[Any, ...]
+    changes: tuple[int, ...] = ()
+    real: Callable[[Any], Any] = lambda result: result
+
+
+def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def weight(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(shape) * shape[-1] ** -0.5).to(dtype)
+
+
+def segments(lens: tuple[int, ...]) -> Segments:
+    return Segments(list(lens), torch.tensor([0, *lens]).cumsum(0).int())
+
+
+def table(positions: int, rope: int) -> torch.Tensor:
+    angles = torch.outer(torch.arange(positions).float(), 100.0 ** -(torch.arange(0, rope, 2) / rope))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def pages(lens: tuple[int, ...], page_size: int, entry: int, spare: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache full of numbers and a table that scatters the sequences over it; columns that a sequence does not need are -1."""
+    needed = [-(-length // page_size) for length in lens]
+    num_pages = sum(needed) + 3
+    page_table = torch.full((len(lens), max(needed, default=0) + spare), -1, dtype=torch.int32)
+    free = torch.randperm(num_pages).int()
+    for row, (first, count) in enumerate(zip(torch.tensor([0, *needed]).cumsum(0).tolist(), needed, strict=False)):
+        page_table[row, :count] = free[first : first + count]
+    return normal(num_pages, page_size, entry, dtype=dtype), page_table
+
+
+def rms_norm(dtype) -> Iterator[tuple[str, Call]]:
+    for case in testing.row_cases():
+        yield case.id, Call((normal(case.num_rows, case.width, dtype=dtype), normal(case.width, dtype=dtype), 1e-6))
+    yield "tiny-values", Call((normal(4, 32, dtype=dtype) * 1e-4, normal(32, dtype=dtype), 1e-5))
+
+
+def add_rms_norm(dtype):
+    for case in testing.row_cases():
+        x, residual = (normal(case.num_rows, case.width, dtype=dtype) for _ in range(2))
+        yield case.id, Call((x, residual, normal(case.width, dtype=dtype), 1e-6))
+
+
+def rope(dtype):
+    for case in testing.row_cases():
+        positions = torch.randint(0, 500, (case.num_rows,))
+        yield case.id, Call((normal(case.num_rows, 3, 10, dtype=dtype), positions, table(500, 10)))
+    # The layer rotates a slice of a wider tensor.
+    yield "a-view", Call((normal(5, 3, 24, dtype=dtype)[..., 16:], torch.tensor([0, 1, 499, 7, 7]), table(500, 8)))
+
+
+def silu_mul(dtype):
+    for case in testing.row_cases():
+        yield case.id, Call((normal(case.num_rows, 2 * case.width, dtype=dtype),))
+    yield "masked-layout", Call((normal(3, 5, 14, dtype=dtype),))
+
+
+def linear(dtype):
+    for case in testing.row_cases():
+        x, w = normal(case.num_rows, case.width, dtype=dtype), weight(19, case.width, dtype=dtype)
+        yield case.id, Call((x, w))
+        yield f"{case.id}-fp8", Call((x, quantize_weight_blocks(w)))
+    yield "a-view", Call((normal(18, 40, dtype=dtype)[:, 8:], weight(50, 32, dtype=dtype)[20:]))
+
+
+def head_matmul(dtype):
+    for case in testing.row_cases():
+        x, w = normal(case.num_rows, 3, case.width, dtype=dtype), weight(3, 11, case.width, dtype=dtype)
+        yield case.id, Call((x, w.transpose(1, 2)))  # as the output side of absorption passes it
+    yield "a-view", Call((normal(5, 4, 24, dtype=dtype)[..., :16], weight(4, 20, 32, dtype=dtype)[:, :16]))
+
+
+def latent_write(dtype):
+    latent, key, page_size, num_pages = 24, 8, 8, 6
+    slots = {
+        "no-rows": [],
+        "page-borders": [7, 8, 15, 16, 47],
+        "some-not-written": [-1, 3, -1, 40, 0],
+        "nothing-written": [-1, -1],
+        "scattered": torch.randperm(num_pages * page_size)[:21].tolist(),
+    }
+    for name, places in slots.items():
+        num_rows = len(places)
+        kv, norm = normal(num_rows, latent + key, dtype=dtype), normal(latent, dtype=dtype)
+        cache = normal(num_pages, page_size, latent + key, dtype=dtype)
+        args = (kv, norm, 1e-6, torch.randint(0, 99, (num_rows,)), table(99, key), cache, torch.tensor(places, dtype=torch.int64))
+        yield name, Call(args, changes=(5,))
+
+
+def latent_gather(dtype):
+    for case in testing.gather_cases():
+        ends = tuple(first + length for first, length in zip(case.first, case.lens, strict=True))
+        cache, page_table = pages(ends, case.page_size, 12, 1, dtype)
+        yield case.id, Call((cache, page_table, list(case.first), list(case.lens)))
+
+
+def mla_decode(dtype):
+    for case in testing.decode_cases():
+        dim, longest = case.latent + case.rope, max(case.seq_lens, default=0)
+        cache, page_table = pages(case.seq_lens, case.page_size, dim, case.spare_pages, dtype)
+        q = normal(len(case.seq_lens), case.query_len, case.num_heads, dim, dtype=dtype)
+        lens = torch.tensor(case.seq_lens, dtype=torch.int32)
+        args = (q, cache, page_table, lens)
+        yield case.id, Call((*args, longest, case.latent, dim**-0.5))
+        # The host's bound may be higher than the truth.
+        yield f"{case.id}-loose-bound", Call((*args, longest + 3 * case.page_size, case.latent, dim**-0.5))
+
+
+def mla_prefill(dtype):
+    for case in testing.prefill_cases():
+        q = normal(sum(case.query_lens), case.num_heads, case.key_dim, dtype=dtype)
+        k = normal(sum(case.key_lens), case.num_heads, case.key_dim, dtype=dtype)
+        v = normal(sum(case.key_lens), case.num_heads, case.value_dim, dtype=dtype)
+        yield case.id, Call((q, k, v, segments(case.query_lens), segments(case.key_lens), case.key_dim**-0.5, case.causal))
+
+
+def merge_attention(dtype):
+    for case in testing.row_cases():
+        outs = [normal(case.num_rows, 3, 8, dtype=dtype) for _ in range(2)]
+        lses = [normal(case.num_rows, 3, dtype=torch.float32) * 20 for _ in range(2)]
+        yield case.id, Call((outs[0], lses[0], outs[1], lses[1]))
+    # [first set empty, second, both]
+    lse_a, lse_b = torch.tensor([[-torch.inf, 2.0, -torch.inf]]).T, torch.tensor([[1.0, -torch.inf, -torch.inf]]).T
+    empty_a, empty_b = lse_a.isinf()[..., None], lse_b.isinf()[..., None]
+    outs = [normal(3, 1, 8, dtype=dtype).masked_fill(empty, 0.0) for empty in (empty_a, empty_b)]
+    yield "empty-sets", Call((outs[0], lse_a, outs[1], lse_b))
+
+
+def prefers_absorbed(dtype):
+    for query_len, context_len in ((1, 0), (1, 5000), (4096, 100)):
+        # Which form is cheaper is the backend's own matter.
+        yield f"{query_len}-behind-{context_len}", Call((query_len, context_len, LatentDims(512, 128, 64, 128)), real=type)
+
+
+def gate_topk(dtype):
+    for case in testing.gate_cases():
+        logits = torch.randn(case.num_tokens, case.num_experts)
+        bias = None if case.bias is None else torch.randn(case.num_experts) * case.bias
+        if case.ties:
+            logits, bias = logits.round(), None if bias is None else bias.round()
+        rule = GateRule(
+            case.top_k, case.scoring, case.num_groups, case.topk_groups, case.group_score, case.normalize, case.scaling
+        )  # fmt: skip
+        yield case.id, Call((logits, bias, rule))
+
+
+def grouped_linear(dtype):
+    for case in testing.grouped_cases():
+        x = normal(sum(case.counts), case.inner, dtype=dtype)
+        yield case.id, Call((x, weight(len(case.counts), case.outer, case.inner, dtype=dtype), list(case.counts)))
+
+
+def grouped_linear_masked(dtype):
+    for case in testing.grouped_cases():
+        num_experts, counts = len(case.counts), torch.tensor(case.counts)
+        real = torch.arange(case.capacity) < counts[:, None]
+        x = normal(num_experts, case.capacity, case.inner, dtype=dtype)
+        w = weight(num_experts, case.outer, case.inner, dtype=dtype)
+        yield case.id, Call((x, w, counts), real=lambda result, real=real: (result.shape, result[real.to(result.device)]))
+
+
+def penalize(dtype):
+    for case in testing.sample_cases():
+        rows = torch.randperm(case.num_rows)[: case.num_rows // 2 + 1]
+        num, vocab = rows.numel(), case.vocab_size
+        counts = torch.randint(-3, 4, (num, vocab)).clamp(min=0).float()
+        factors = torch.rand(num), torch.randn(num), torch.rand(num) + 0.5
+        inputs = PenaltyInputs(rows, torch.rand(num, vocab) < 0.2, counts, *factors)
+        yield case.id, Call((torch.randn(case.num_rows, vocab) * 3, inputs), changes=(0,))
+
+
+def sample(dtype):
+    for case in testing.sample_cases():
+        num = case.num_rows
+
+        def some(values: torch.Tensor, off: float) -> torch.Tensor:
+            return torch.where(torch.rand(len(values)) < 0.6, values, off)
+
+        temperature = some(torch.rand(num) + 0.3, 0.0) if case.sampled else torch.zeros(num)
+        top_k, top_p, min_p = torch.zeros(num, dtype=torch.int64), torch.ones(num), torch.zeros(num)
+        if case.filtered:
+            top_k = some(torch.randint(1, 2 * case.vocab_size, (num,)), 0).long()
+            top_p, min_p = some(torch.rand(num), 1.0), some(torch.rand(num) * 0.2, 0.0)
+            top_p[: num // 8] = 1e-20
+        seed = torch.randint(-(2**62), 2**62, (num,))
+        keys = (seed, torch.randint(0, 8, (num,)), torch.randint(0, 100_000, (num,)))
+        inputs = SampleInputs(temperature, top_k, top_p, min_p, *keys, case.sampled, case.filtered)
+        # Half-integer logits: ties at the borders of the filters.
+        yield case.id, Call(((torch.randn(num, case.vocab_size) * 6).round() / 2, inputs))
+
+
+def logprobs(dtype):
+    for case in testing.sample_cases():
+        logits = torch.randn(case.num_rows, case.vocab_size) * 4
+        for num_top in (0, 1, 5):
+            yield f"{case.id}-{num_top}", Call((logits, torch.randint(0, case.vocab_size, (case.num_rows,)), num_top))
+
+
+TABLE: dict[str, Callable[[torch.dtype], Iterator[tuple[str, Call]]]] = {
+    make.__name__: make
+    for make in (
+        rms_norm, add_rms_norm, rope, silu_mul, linear, head_matmul, latent_write, latent_gather, mla_decode, mla_prefill, merge_attention,
+        prefers_absorbed, gate_topk, grouped_linear, grouped_linear_masked, penalize, sample, logprobs,
+    )
+}  # fmt: skip
+FP32_ONLY = {"prefers_absorbed", "gate_topk", "penalize", "sample", "logprobs"}
+
+
+def test_no_op_of_the_contract_is_left_out():
+    assert set(TABLE) == {name for name, member in vars(Ops).items() if callable(member) and not name.startswith("_")}
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything inside tuples, lists and dataclasses, with the way there."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        yield path, value
+        return
+    for name, part in value.items():
+        yield from leaves(part, f"{path}.{name}" if path else str(name))
+
+
+def compare(actual: Any, expected: Any, what: str, exact: bool = False) -> None:
+    pairs = zip(leaves(actual), leaves(expected), strict=True)
+    for (place, a), (_, e) in pairs:
+        if not isinstance(e, torch.Tensor):
+            assert a == e, f"{what} {place}: {a!r}, expected {e!r}"
+            continue
+        assert a.dtype == e.dtype, f"{what} {place}: {a.dtype}, expected {e.dtype}"
+        assert_close(a.float() if e.dtype.itemsize == 1 else a, e.float() if e.dtype.itemsize == 1 else e,
+                     (0.0, 0.0) if exact else tolerance(e.dtype), f"{what} {place}")  # fmt: skip
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        # The whole storage, so that a view arrives as the same view.
+        storage = value.as_strided((value.untyped_storage().nbytes() // value.dtype.itemsize,), (1,), 0)
+        return storage.to(device, copy=True).as_strided(value.shape, value.stride(), value.storage_offset())
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(
+            value, **{field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+        )
+    return copy.copy(value)
+
+
+def check(ops: Ops, op: str, name: str, call: Call, device: torch.device) -> None:
+    args = tuple(to_device(arg, device) for arg in call.args)
+    actual = getattr(ops, op)(*args)
+    twin_args = tuple(to_device(arg, torch.device("cpu")) for arg in call.args)
+    expected = getattr(ReferenceOps(), op)(*twin_args)
+    compare(call.real(actual), call.real(expected), f"{op} {name}")
+    for i, arg in enumerate(args):
+        if i in call.changes:
+            compare(arg, twin_args[i], f"{op} {name} argument {i}, changed in place,")
+        else:
+            compare(arg, call.args[i], f"{op} {name} argument {i}, not to be changed,", exact=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op", TABLE)
+@pytest.mark.parametrize(("backend", "invariant"), VARIANTS, ids=[f"{name}{'-invariant' * invariant}" for name, invariant in VARIANTS])
+def test_parity(backend: str, invariant: bool, op: str, dtype: torch.dtype):
+    if op in FP32_ONLY and dtype != torch.float32:
+        return
+    opened = open_backend(backend, batch_invariant=invariant)
+    for name, call in TABLE[op](dtype):
+        check(opened.ops, op, name, call, opened.runtime.device)
+
+
+@pytest.mark.parametrize("tile", [1, 50, 4000])
+@pytest.mark.parametrize("op", ["mla_decode", "mla_prefill"])
+def test_cpu_attention_in_tiles_of_scores(op: str, tile: int, monkeypatch: pytest.MonkeyPatch):
+    """Contexts longer than a score tile, without the memory that the real tile would take."""
+    monkeypatch.setattr("hw.cpu.ops._SCORE_TILE", tile)
+    monkeypatch.setattr("hw.cpu.invariant._ROWS", 3)
+    for invariant in (False, True):
+        opened = open_backend("cpu", batch_invariant=invariant)
+        for name, call in TABLE[op](torch.float32):
+            check(opened.ops, op, name, call, opened.runtime.device)
+
+
+def test_the_harness_sees_a_wrong_result_and_a_changed_input():
+    class Wrong(ReferenceOps):
+        def silu_mul(self, gate_up):
+            return super().silu_mul(gate_up) + 1e-3
+
+        def linear(self, x, weight):
+            result = super().linear(x, weight)
+            x.mul_(2.0)
+            return result
+
+        def latent_write(self, kv, norm_weight, eps, positions, table, cache, slots):
+            return super().latent_write(kv, norm_weight, eps, positions, table, cache, slots.clamp(min=0))
+
+    for op, message in (("silu_mul", "silu_mul one-row"), ("linear", "argument 0, not to be"), ("latent_write", "argument 5, changed")):
+        with pytest.raises(AssertionError, match=message):
+            for name, call in TABLE[op](torch.float32):
+                check(Wrong(), op, name, call, torch.device("cpu"))
