@@ -67,7 +67,7 @@ def test_random_walk(name, seed):
         else:
             world.step()
     world.finish()
-    assert num_submitted > 80 and num_aborted > 40
+    assert num_submitted > 80 and num_aborted > 20
     preempts = world.scheduler.stats.num_preemptions
     assert preempts == 0 if name == "one row" else preempts > 20
     assert sorted(world.scheduler._free_rows) == list(range(world.config.max_num_seqs))
