@@ -28,7 +28,7 @@ TORCH_INDEX = $(shell command -v nvidia-smi >/dev/null || echo https://download.
 .PHONY: serve test test-all lint bench clean
 
 serve: $(VENV)/.installed
-	@exec $(BIN)/deepserve serve --host $(HOST) --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	@exec $(BIN)/deepserve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 # Lint findings fail the run, but the tests run all the same and their summary stands last.
 test test-all: $(VENV)/.installed-test
