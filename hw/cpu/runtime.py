@@ -39,6 +39,8 @@ class CpuRuntime:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # numpy asks the kernel for zero pages, which cost nothing until touched; torch writes them all.
         num_bytes = int(np.prod(shape)) * dtype.itemsize
+        if not num_bytes:  # numpy gives an empty array a stride that view refuses
+            return torch.zeros(shape, dtype=dtype)
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
     def synchronize(self) -> None:

@@ -1,0 +1,104 @@
+"""Opening a backend, and the CPU's runtime and local expert communication."""
+
+import pytest
+import torch
+
+from hw.api import ExpertMode
+from hw.cpu.invariant import InvariantOps
+from hw.select import NAMES, open_backend
+
+MODES = pytest.mark.parametrize("mode", list(ExpertMode))
+
+
+def test_select():
+    assert isinstance(open_backend("cpu", batch_invariant=True).ops, InvariantOps)
+    assert not isinstance(open_backend("cpu").ops, InvariantOps)
+    assert open_backend("cpu", max_dispatch_tokens_per_rank=7).expert_comm.max_tokens_per_rank == 7
+    with pytest.raises(ValueError, match="unknown device 'gpu', known are: " + ", ".join(NAMES)):
+        open_backend("gpu")
+
+
+def test_number_of_threads():
+    open_backend("cpu", num_threads=1)
+    assert torch.get_num_threads() == 1
+    open_backend("cpu")
+    assert torch.get_num_threads() == 1
+
+
+def test_runtime():
+    runtime = open_backend("cpu").runtime
+    memory = runtime.memory()
+    assert 0 <= memory.free_bytes <= memory.total_bytes
+    assert memory.total_bytes > 1 << 28
+    assert runtime.default_cache_bytes() > 0
+    assert runtime.compute_dtype("float32") == "float32"
+    assert runtime.compute_dtype("bfloat16") in ("float32", "bfloat16")
+    runtime.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (1,), (0, 7)])
+def test_zeros_are_zero_and_writable(shape: tuple[int, ...], dtype: torch.dtype):
+    zeros = open_backend("cpu").runtime.zeros(shape, dtype)
+    assert zeros.shape == shape and zeros.dtype == dtype and zeros.is_contiguous()
+    assert not zeros.float().any()
+    zeros.copy_(torch.ones(shape))
+    assert zeros.float().sum() == zeros.numel()
+
+
+def random_topk(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    """Distinct experts for each token."""
+    return torch.rand(num_tokens, num_experts).argsort(-1)[:, :top_k]
+
+
+@MODES
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 2), (1, 1), (1, 4), (9, 3), (40, 8)])
+def test_what_is_dispatched_comes_home(mode: ExpertMode, num_tokens: int, top_k: int):
+    num_experts, dim = 9, 6
+    comm = open_backend("cpu", max_dispatch_tokens_per_rank=40).expert_comm
+    x, topk, weight = torch.randn(num_tokens, dim), random_topk(num_tokens, top_k, num_experts), torch.rand(num_tokens, top_k)
+    sent = comm.dispatch(x, topk, mode, num_experts)
+    counts = [int((topk == e).sum()) for e in range(num_experts)]
+    assert sent.mode is mode and sent.counts.tolist() == counts
+    if mode is ExpertMode.THROUGHPUT:
+        assert sent.counts_host == counts and sent.x.shape == (num_tokens * top_k, dim)
+        groups = sent.x.split(counts)
+    else:
+        assert sent.counts_host is None and sent.x.shape[0] == num_experts and sent.x.shape[2] == dim
+        groups = [sent.x[e, : counts[e]] for e in range(num_experts)]
+    for e, rows in enumerate(groups):
+        assert torch.equal(rows, x[(topk == e).any(-1)]), f"expert {e} gets its tokens in the order of the batch"
+    # Expert e multiplies by e + 1.
+    factors = torch.arange(1.0, num_experts + 1)
+    if mode is ExpertMode.THROUGHPUT:
+        y = sent.x * factors.repeat_interleave(sent.counts)[:, None]
+    else:
+        y = sent.x * factors[:, None, None]
+        y[torch.arange(y.shape[1]) >= sent.counts[:, None]] = torch.nan  # rows that are not real must not come home
+    home = comm.combine(y, weight, sent)
+    expected = torch.zeros(num_tokens, dim)
+    for t in range(num_tokens):
+        for k in range(top_k):
+            expected[t] += x[t] * factors[topk[t, k]] * weight[t, k]
+    assert home.dtype == torch.float32
+    torch.testing.assert_close(home, expected)
+
+
+@MODES
+def test_sums_run_in_topk_order_in_fp32(mode: ExpertMode):
+    comm = open_backend("cpu").expert_comm
+    x, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.tensor([[2.0**12, 2.0**-11, -(2.0**12), 1.0]])
+    sent = comm.dispatch(x, torch.tensor([[3, 0, 2, 1]]), mode, 4)
+    home = comm.combine(sent.x, weight, sent)
+    # In bf16, or with the one added before the large terms have gone, the small term would be lost.
+    assert home.tolist() == [[1.0 + 2.0**-11] * 4]
+    big = torch.tensor([[2.0**24, 1.0, -(2.0**24), 0.0]])
+    assert comm.combine(sent.x, big, sent).tolist() == [[0.0] * 4]  # fp32, first to last: 2^24 + 1 is 2^24
+
+
+def test_low_latency_refuses_more_tokens_than_its_cap():
+    comm = open_backend("cpu", max_dispatch_tokens_per_rank=3).expert_comm
+    comm.dispatch(torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64), ExpertMode.LOW_LATENCY, 1)
+    with pytest.raises(AssertionError, match=r"\(4, 3\)"):
+        comm.dispatch(torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64), ExpertMode.LOW_LATENCY, 1)
+    comm.dispatch(torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64), ExpertMode.THROUGHPUT, 1)
