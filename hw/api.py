@@ -148,8 +148,8 @@ class Ops(Protocol):
         """Absorbed attention over pages, all heads sharing one key: the value is the key's first `kv_lora_rank` dims.
 
         q `[B, q_len, H, L + r]`; page_table `[B, max_pages]` int32, -1 = unused; seq_lens `[B]` int32 counts the cached tokens with the
-        q_len new ones; query j of a sequence sees `seq_len - q_len + 1 + j` tokens; max_seq_len is a host upper bound. seq_len 0 gives out 0,
-        lse -inf. Returns out `[B, q_len, H, L]` model dtype, lse `[B, q_len, H]` fp32 (natural logarithm).
+        q_len new ones; query j of a sequence sees `seq_len - q_len + 1 + j` tokens; max_seq_len is a host upper bound. seq_len 0 gives
+        out 0, lse -inf. Returns out `[B, q_len, H, L]` model dtype, lse `[B, q_len, H]` fp32 (natural logarithm).
         """
 
     def mla_prefill(
@@ -181,7 +181,7 @@ class Ops(Protocol):
         """Contiguous grouped GEMM: rows sorted by expert, `counts[e]` of each. x `[M, K]`, weight `[E, N, K]`, result `[M, N]`."""
 
     def grouped_linear_masked(self, x: torch.Tensor, weight: Matrix, counts: torch.Tensor) -> torch.Tensor:
-        """Masked grouped GEMM: x `[E, M, K]`, the first `counts[e]` rows of expert e are real; the rest of the result `[E, M, N]` is not."""
+        """Masked grouped GEMM: x `[E, M, K]`, the first `counts[e]` rows of expert e are real; the rest of `[E, M, N]` is not."""
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """Repetition (CTRL, arXiv 1909.05858), frequency and presence penalties (OpenAI's formula), in place. logits `[R, V]` fp32."""

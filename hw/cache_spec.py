@@ -66,7 +66,7 @@ class CacheSpec:
             for entry in layer.paged:
                 if page_size % entry.tokens_per_entry:
                     raise ValueError(
-                        f"page size {page_size} is no multiple of {entry.tokens_per_entry} tokens, one entry of {entry.name!r}"
+                        f"page size {page_size} is no multiple of {entry.tokens_per_entry}, one entry of {entry.name!r}"
                     )
                 total += page_size // entry.tokens_per_entry * entry.entry_bytes
         return total
