@@ -259,6 +259,7 @@ class EngineClient:
         for engine in list(self.engines.values()):
             if engine.identity == identity or (engine.register.instance, engine.register.dp_rank) == place:
                 self._remove(engine, f"{engine.name} was replaced by a new one")
+        self._lost = {key: lost for key, lost in self._lost.items() if (lost.register.instance, lost.register.dp_rank) != place}
         taken = {engine.label for engine in self.engines.values()}
         label = str(register.dp_rank)
         if label in taken:

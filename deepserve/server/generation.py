@@ -27,7 +27,7 @@ class News:
         self.stop_reason: int | str | None = None
 
     def add(self, later: "News"):
-        self.text += later.text
+        """All but the text, which the caller joins."""
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.offsets += later.offsets

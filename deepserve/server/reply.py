@@ -44,42 +44,54 @@ class Reply(Response):
             generation.close()
 
     async def _whole(self, send):
-        totals = {choice.index: (choice, News()) for choice in self._generation.choices}
-        while news := await self._next():
-            for choice, latest in news:
-                totals[choice.index][1].add(latest)
+        totals = [News() for _ in self._generation.choices]
+        texts: list[list[str]] = [[] for _ in totals]  # joined once: appending to a long text copies it each time
+        try:
+            while news := await self._generation.news():
+                for choice, latest in news:
+                    totals[choice.index].add(latest)
+                    texts[choice.index].append(latest.text)
+        except EngineFailure as error:
+            raise _failed(error) from error
         if self._generation.closed:
             return
-        body = self._form.body(list(totals.values()))
+        for total, pieces in zip(totals, texts, strict=True):
+            total.text = "".join(pieces)
+        body = self._form.body(list(zip(self._generation.choices, totals, strict=True)))
         await send(_start(b"application/json", (b"content-length", b"%d" % len(body))))
         await send({"type": "http.response.body", "body": body})
 
     async def _events(self, send):
-        news = await self._next()
+        try:
+            news = await self._generation.news()
+        except EngineFailure as error:
+            raise _failed(error) from error
         if not news:
             return
         await send(_start(b"text/event-stream; charset=utf-8", (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")))
-        chunk = self._form.chunk
-        while news:
-            body = chunk(*news[0]) if len(news) == 1 else b"".join([chunk(choice, latest) for choice, latest in news])
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            try:
-                news = await self._next()
-            except ApiError as error:
-                # The status is out, so the error is an event, and the missing [DONE] says that the answer is not whole.
-                await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n"})
-                return
+        try:
+            await self._relay(news, send)
+        except EngineFailure as error:
+            # The status is out, so the error is an event, and the missing [DONE] says that the answer is not whole.
+            await send({"type": "http.response.body", "body": b"data: " + _failed(error).body() + b"\n\n"})
+            return
         if self._generation.closed:
             return
         last = (self._form.usage_chunk() if self._include_usage else b"") + _DONE
         await send({"type": "http.response.body", "body": last})
 
-    async def _next(self) -> list[tuple[Choice, News]]:
-        try:
-            return await self._generation.news()
-        except EngineFailure as error:
-            raise ApiError(500, str(error), code="engine_error") from error
+    async def _relay(self, news: list[tuple[Choice, News]], send):
+        """The loop that every streamed token goes through."""
+        chunk, next_news = self._form.chunk, self._generation.news
+        while news:
+            body = chunk(*news[0]) if len(news) == 1 else b"".join([chunk(choice, latest) for choice, latest in news])
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            news = await next_news()
+
+
+def _failed(error: EngineFailure) -> ApiError:
+    return ApiError(500, str(error), code="engine_error")
 
 
 async def _close_on_disconnect(receive, generation: Generation):

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -206,6 +207,10 @@ def position(token_id: int, num_top: int) -> PositionLogprobs:
     return PositionLogprobs([token_id, *top], [-1.0, *([-0.5, -1.0] + [-2.0 - i for i in range(num_top)])[:num_top]], 2)
 
 
+def joined(lists) -> list:
+    return list(chain.from_iterable(lists))
+
+
 class Served:
     """A frontend in a thread of its own, with its engines."""
 
@@ -230,7 +235,7 @@ class Served:
         self._loop.close()
 
     def engine(self, reply: str | list[int] = TEXT, **options) -> FakeEngine:
-        ids = self.encode(reply) + [1] if isinstance(reply, str) else reply
+        ids = [*self.encode(reply), 1] if isinstance(reply, str) else reply
         engine = FakeEngine(self.frontend.client.address, ids, **options)
         self.engines.append(engine)
         self.call(self.frontend.client.wait_for_engines(sum(not each._ended.is_set() for each in self.engines)))
@@ -256,6 +261,18 @@ class Served:
 
     def wait_until_idle(self):
         self.call(self.frontend.state.wait_until_idle())
+
+    def remove_engines(self):
+        for engine in self.engines:
+            if not engine._ended.is_set():
+                engine.kill()
+        self.engines.clear()
+
+        async def forget():
+            self.frontend.client.fail_all("the test is over")
+            await self.frontend.state.wait_until_idle()
+
+        self.call(forget())
 
     def close(self):
         for engine in self.engines:
@@ -288,7 +305,16 @@ def serve(tokenizer):
         each.close()
 
 
+@pytest.fixture(scope="session")
+def lasting(tokenizer):
+    """One frontend with default options for all tests that do not end it: starting one takes longer than most of them."""
+    server = Served(tokenizer)
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def server(serve) -> Served:
+def server(lasting) -> Served:
     """A frontend with default options and no engine yet."""
-    return serve()
+    yield lasting
+    lasting.remove_engines()

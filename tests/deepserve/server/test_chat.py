@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.deepserve.server.conftest import TEXT
+from tests.deepserve.server.conftest import TEXT, joined
 
 USER = [{"role": "user", "content": "Hello"}]
 TOOL = {
@@ -62,7 +62,7 @@ def test_logprobs(server):
     assert [[top.logprob for top in entry.top_logprobs] for entry in whole] == [[-0.5, -1.0]] * 4
     chunks = chat(server, logprobs=True, top_logprobs=2, max_tokens=4, stream=True)
     parts = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
-    assert sum(parts, []) == whole
+    assert joined(parts) == whole
     assert chat(server, logprobs=True, max_tokens=1).choices[0].logprobs.content[0].top_logprobs == []
 
 
@@ -116,7 +116,7 @@ def test_prompt_logprobs_and_token_ids(server, stream):
     assert parts[0].prompt_token_ids == engine.submitted[0].prompt_token_ids
     assert len(parts[0].prompt_logprobs) == num_prompt and parts[0].prompt_logprobs[0] is None
     ids = [part.choices[0].model_extra.get("token_ids") or [] for part in parts]
-    assert sum(ids, []) == engine.reply[:3]
+    assert joined(ids) == engine.reply[:3]
 
 
 def test_other_chat_template(serve, tmp_path):

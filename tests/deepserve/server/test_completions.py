@@ -4,7 +4,7 @@ import pytest
 
 from deepserve.engine.request import SequenceOutput
 from deepserve.server.prepare import ENCODE_IN_THREAD_CHARS
-from tests.deepserve.server.conftest import TEXT, position
+from tests.deepserve.server.conftest import TEXT, joined, position
 
 MODEL_NAME = "deepserve-tiny"
 
@@ -184,7 +184,7 @@ def test_logprobs(server):
     chunks = streamed(server, logprobs=2, max_tokens=6)[2]
     parts = [chunk.choices[0].logprobs for chunk in chunks]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-        assert sum((getattr(part, name) for part in parts), []) == getattr(logprobs, name)
+        assert joined(getattr(part, name) for part in parts) == getattr(logprobs, name)
 
 
 def test_offsets_point_into_the_text(server):
@@ -222,7 +222,7 @@ def test_prompt_logprobs_and_token_ids(server):
     assert choice.prompt_logprobs == [None, *choice.prompt_logprobs[1:]]
     assert choice.prompt_logprobs[1] == {str(ids[1]): first, str(ids[1] + 1): likeliest}
     chunks = streamed(server, prompt=ids, max_tokens=2, extra_body={"prompt_logprobs": 1, "return_token_ids": True})[2]
-    assert sum((chunk.choices[0].token_ids for chunk in chunks), []) == engine.reply[:2]
+    assert joined(chunk.choices[0].token_ids for chunk in chunks) == engine.reply[:2]
     assert chunks[0].choices[0].prompt_token_ids == ids
 
 

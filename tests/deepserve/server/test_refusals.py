@@ -6,6 +6,8 @@ import socket
 
 import pytest
 
+from tests.deepserve.server.conftest import Served
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = {"prompt": "Hi"}
@@ -123,8 +125,6 @@ CASES += [(CHAT, USER, *case) for case in ONLY_CHAT] + [(COMPLETIONS, PROMPT, *c
 @pytest.fixture(scope="module")
 def shared(tokenizer):
     """One server for all cases, for none of them changes it."""
-    from tests.deepserve.server.conftest import Served
-
     server = Served(tokenizer)
     server.engine()
     yield server
