@@ -96,8 +96,6 @@ class FakeRunner:
         assert all(1 < count <= self.config.max_chunk_tokens for count in plan.counts[plan.num_single :]), plan
         assert plan.num_tokens <= self.config.max_num_batched_tokens, "the token budget is exceeded"
         assert len(plan.rows) <= self.config.max_num_seqs
-        low_latency = plan.num_tokens <= self.config.max_dispatch_tokens_per_rank
-        assert plan.expert_mode == ("low_latency" if low_latency else "throughput")
         # A page that two rows write in one step would be a page with two owners.
         written = [
             self.rows[row_id].pages[page_idx]

@@ -250,6 +250,17 @@ def test_equal_content_is_published_once():
         pages.publish(second[0], tokens, 0, pages.root_hash(""))
 
 
+def test_a_page_is_published_once():
+    pages = Pages(4, SIZE)
+    tokens = array("i", range(5))
+    held = pages.allocate(1)
+    publish_all(pages, held, tokens, salt="a")
+    publish_all(pages, held, tokens, salt="b")
+    pages.check([held])
+    assert pages.match(tokens, "a")[0] == held
+    assert pages.match(tokens, "b")[0] == []
+
+
 def test_salts_and_weight_versions_are_chains_of_their_own():
     tokens = array("i", range(9))
     pages = Pages(8, SIZE)

@@ -69,6 +69,6 @@ def test_random_walk(name, seed):
     world.finish()
     assert num_submitted > 80 and num_aborted > 20
     preempts = world.scheduler.stats.num_preemptions
-    assert preempts == 0 if name == "one row" else preempts > 20
+    assert preempts == 0 if name == "one row" else preempts > 5
     assert sorted(world.scheduler._free_rows) == list(range(world.config.max_num_seqs))
     assert world.scheduler.num_waiting == 0 and not world.scheduler._followers

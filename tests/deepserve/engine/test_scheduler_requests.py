@@ -78,11 +78,12 @@ def test_followers_wait_for_the_prompt_and_find_it_in_the_cache():
 
 
 def test_followers_start_before_later_requests():
-    world = World(max_num_seqs=2)
+    world = World(max_num_batched_tokens=6)
     world.submit("a", prompt_of(6), n=3)
     world.submit("b", prompt_of(6, 30))
     world.step()
-    assert (world.running, world.waiting) == (["a", "b"], ["a", "a"])
+    assert (world.running, world.waiting) == (["a"], ["a", "a", "b"])
+    assert [sequence.index for sequence in world.scheduler.waiting] == [1, 2, 0]
     world.finish()
 
 

@@ -45,14 +45,12 @@ class World:
         max_num_batched_tokens: int = 64,
         max_chunk_tokens: int | None = None,
         chunked_prefill: bool = True,
-        max_dispatch_tokens_per_rank: int = 8,
     ):
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens or max_num_batched_tokens,
             chunked_prefill=chunked_prefill,
-            max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank,
             eos_token_ids=frozenset({EOS}),
         )
         self.pages = Pages(num_pages, page_size, prefix_caching=prefix_caching)
