@@ -31,7 +31,6 @@ def make_scheduler(num_seqs: int, num_pages: int, max_num_batched_tokens: int) -
         max_num_batched_tokens=max_num_batched_tokens,
         max_chunk_tokens=max_num_batched_tokens,
         chunked_prefill=True,
-        max_dispatch_tokens_per_rank=128,
         eos_token_ids=frozenset({1}),
     )
     return Scheduler(config, Pages(num_pages, PAGE_SIZE))

@@ -39,6 +39,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_dispatch_tokens_per_rank: int = 128  # cap of the low-latency expert dispatch
     batch_invariant: bool = False
     num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
+    step_timeout_s: float = 120.0  # a rank that does not finish a step in this time is taken for lost, and its instance ends
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,11 +78,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens {args.max_num_batched_tokens} "
                 f"is below max_model_len {max_model_len}"
             )
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+        if model.mla.num_heads % args.tensor_parallel_size:
+            raise ValueError(f"tensor_parallel_size {args.tensor_parallel_size} does not divide the model's {model.mla.num_heads} heads")
+        if args.step_timeout_s <= 0:
+            raise ValueError(f"step_timeout_s must be above 0, got {args.step_timeout_s}")
         parallel = ParallelConfig(dp=args.data_parallel_size, tp=args.tensor_parallel_size)
-        if parallel.num_ranks > 1:
-            raise ValueError(
-                f"tensor_parallel_size {parallel.tp} x data_parallel_size {parallel.dp}: this version runs one rank, both must be 1"
-            )
         return cls(
             args=args,
             model_path=model_path,

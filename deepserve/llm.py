@@ -13,6 +13,7 @@ from deepserve.config import EngineArgs
 from deepserve.engine.engine import Engine, resolve
 from deepserve.engine.request import PositionLogprobs, SamplingParams, SequenceOutput, validate
 from deepserve.messages import Submit
+from deepserve.pool import RankPool
 from deepserve.text.chat import ChatTemplate
 from deepserve.text.detokenize import Detokenizer
 from deepserve.text.stops import StopStrings
@@ -55,7 +56,9 @@ class RequestOutput:
 
 
 class LLM:
-    """A model loaded into this process. Use it as a context manager, or call `shutdown`.
+    """A model, loaded into this process or, with several ranks, into processes of its own.
+
+    Use it as a context manager, or call `shutdown`.
 
     Options are those of `EngineArgs`; an unknown one is a TypeError. Raises ValueError for what cannot run.
     """
@@ -75,11 +78,12 @@ class LLM:
         if not skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(config.model_path)
             self._template = ChatTemplate.from_folder(config.model_path, self.tokenizer)
-        self._engine: Engine | None = Engine(config)
+        # One rank runs in this process; several are processes of their own.
+        self._engine: Engine | RankPool | None = Engine(config) if config.parallel.num_ranks == 1 else RankPool(args)
         self._ids = itertools.count()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | RankPool:
         if self._engine is None:
             raise RuntimeError("this LLM was shut down")
         return self._engine
@@ -136,7 +140,9 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def shutdown(self) -> None:
-        """Free the model; the object cannot be used any more."""
+        """Free the model and end its ranks; the object cannot be used any more."""
+        if isinstance(self._engine, RankPool):
+            self._engine.shutdown()
         self._engine = None
 
     def __enter__(self) -> Self:

@@ -21,10 +21,18 @@ class Unsupported(RuntimeError):
 
 
 class ExpertMode(StrEnum):
-    """How tokens travel to experts in one step; equal on all ranks of an instance."""
+    """How tokens travel to experts."""
 
     THROUGHPUT = "throughput"  # contiguous layout, exact counts known to the host
     LOW_LATENCY = "low_latency"  # fixed-size masked layout, no host knowledge, graph-safe
+
+
+@dataclass(frozen=True)
+class ExpertStep:
+    """How experts are reached in one step; equal on all ranks of an instance."""
+
+    mode: ExpertMode
+    max_tokens: int  # most tokens that any rank dispatches in a layer of this step
 
 
 @dataclass(frozen=True)
@@ -220,6 +228,25 @@ class Dispatched:
     handle: Any
 
 
+class Collectives(Protocol):
+    """A group of ranks that share each attention layer. A group of one gives its arguments back."""
+
+    rank: int  # in the group
+    size: int
+
+    def all_gather_rows(self, x: torch.Tensor, lens: list[int]) -> torch.Tensor:
+        """x `[lens[rank], ...]` of every rank -> `[sum(lens), ...]`, in rank order."""
+
+    def reduce_scatter_rows(self, x: torch.Tensor, lens: list[int]) -> torch.Tensor:
+        """x `[sum(lens), D]` -> this rank's rows of the sum over ranks, added in fp32 in rank order."""
+
+    def gather_columns(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
+        """x `[R, widths[rank]]` of every rank side by side at rank 0: `[R, sum(widths)]`; None elsewhere."""
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, in place."""
+
+
 class ExpertComm(Protocol):
     """Moves tokens to experts and back over the expert-parallel group. One rank is its own local path.
 
@@ -229,10 +256,10 @@ class ExpertComm(Protocol):
 
     max_tokens_per_rank: int  # cap of the LOW_LATENCY mode
 
-    def dispatch(self, x: torch.Tensor, topk_phy: torch.Tensor, mode: ExpertMode, num_local_experts: int) -> Dispatched:
+    def dispatch(self, x: torch.Tensor, topk_phy: torch.Tensor, step: ExpertStep, num_local_experts: int) -> Dispatched:
         """Send x `[T, D]` to physical experts topk_phy `[T, k]` int64, `num_local_experts` on each rank.
 
-        A token's k physical experts are distinct. LOW_LATENCY needs T <= max_tokens_per_rank.
+        A token's k physical experts are distinct. T is at most step.max_tokens; LOW_LATENCY needs that to be within max_tokens_per_rank.
         """
 
     def combine(self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
@@ -276,3 +303,4 @@ class Backend:
     ops: Ops
     runtime: Runtime
     expert_comm: ExpertComm
+    tp: Collectives

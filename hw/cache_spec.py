@@ -65,8 +65,6 @@ class CacheSpec:
         for layer in self.layers:
             for entry in layer.paged:
                 if page_size % entry.tokens_per_entry:
-                    raise ValueError(
-                        f"page size {page_size} is no multiple of {entry.tokens_per_entry}, one entry of {entry.name!r}"
-                    )
+                    raise ValueError(f"page size {page_size} is no multiple of {entry.tokens_per_entry}, one entry of {entry.name!r}")
                 total += page_size // entry.tokens_per_entry * entry.entry_bytes
         return total

@@ -1,16 +1,29 @@
 """Name to backend. The only file that names one; nothing is imported before it is asked for."""
 
 from hw.api import Backend
+from hw.groups import Groups, open_groups
+from hw.topology import ParallelConfig
 
 NAMES = ("cpu",)
 
 
 def open_backend(
-    name: str, *, batch_invariant: bool = False, max_dispatch_tokens_per_rank: int = 128, num_threads: int | None = None
+    name: str,
+    groups: Groups | None = None,
+    *,
+    batch_invariant: bool = False,
+    max_dispatch_tokens_per_rank: int = 128,
+    num_threads: int | None = None,
 ) -> Backend:
-    """Load a backend for this rank. Raises ValueError for an unknown name, Unsupported for a flag that it cannot promise."""
+    """Load a backend for this rank; without groups it is alone.
+
+    Raises ValueError for an unknown name, Unsupported for a flag that it cannot promise.
+    """
+    groups = groups or open_groups(ParallelConfig(), 0)
     if name == "cpu":
         from hw.cpu.backend import open_cpu
 
-        return open_cpu(batch_invariant=batch_invariant, max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank, num_threads=num_threads)
+        return open_cpu(
+            groups, batch_invariant=batch_invariant, max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank, num_threads=num_threads
+        )
     raise ValueError(f"unknown device {name!r}, known are: {', '.join(NAMES)}")

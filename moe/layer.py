@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from eplb.placement import Placement
-from hw.api import Backend, Dispatched, ExpertMode
+from hw.api import Backend, Dispatched, ExpertStep
 from hw.weights import Weight
 from moe.config import MoEConfig
 from moe.experts import Experts
@@ -49,8 +49,8 @@ class MoELayer:
         topk_idx, topk_weight = self.gate.forward(x)
         return Routed(topk_idx, self.router.forward(topk_idx), topk_weight)
 
-    def dispatch(self, x: torch.Tensor, routed: Routed, mode: ExpertMode) -> Dispatched:
-        return self.comm.dispatch(x, routed.topk_phy, mode, self.placement.slots_per_rank)
+    def dispatch(self, x: torch.Tensor, routed: Routed, step: ExpertStep) -> Dispatched:
+        return self.comm.dispatch(x, routed.topk_phy, step, self.placement.slots_per_rank)
 
     def experts(self, dispatched: Dispatched) -> torch.Tensor:
         return self.local.forward(dispatched)
@@ -60,9 +60,9 @@ class MoELayer:
         total = self.comm.combine(y, routed.topk_weight, dispatched)
         return (total if shared is None else total + shared.float()).to(y.dtype)
 
-    def forward(self, x: torch.Tensor, mode: ExpertMode) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: ExpertStep) -> torch.Tensor:
         """x `[T, hidden]` normed -> `[T, hidden]`."""
         routed = self.route(x)
-        dispatched = self.dispatch(x, routed, mode)
+        dispatched = self.dispatch(x, routed, step)
         shared = None if self.shared is None else self.shared.forward(x)
         return self.combine(self.experts(dispatched), routed, dispatched, shared)

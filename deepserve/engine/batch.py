@@ -7,7 +7,7 @@ import torch
 
 from deepserve.engine.rows import Rows
 from deepserve.engine.step import StepPlan
-from hw.api import ExpertMode, Segments
+from hw.api import Segments
 from mla.metadata import AttnMetadata, DecodeMeta, PrefillMeta
 
 
@@ -17,7 +17,6 @@ class Batch:
 
     token_ids: torch.Tensor  # [num_tokens] int64
     meta: AttnMetadata
-    mode: ExpertMode
     ends: np.ndarray  # [num_entries] index of each entry's last token among the step's tokens
 
 
@@ -66,4 +65,4 @@ def build_batch(plan: StepPlan, rows: Rows, page_size: int, device: torch.device
             page_table=to_device(page_table[singles:]),
         )
     meta = AttnMetadata(to_device(positions), to_device(slots), decode, prefill)
-    return Batch(to_device(tokens), meta, ExpertMode(plan.expert_mode), ends - 1)
+    return Batch(to_device(tokens), meta, ends - 1)

@@ -2,22 +2,26 @@
 
 import logging
 import time
-from collections.abc import Callable
+from dataclasses import replace
 
+import msgspec
 import torch
 
 from deepserve.config import EngineArgs, EngineConfig
+from deepserve.engine.lockstep import expert_step
 from deepserve.engine.memory import MemoryBudget, plan_memory
 from deepserve.engine.pages import Pages
 from deepserve.engine.request import Limits, SequenceOutput
 from deepserve.engine.runner import Runner
 from deepserve.engine.scheduler import Scheduler, SchedulerConfig
+from deepserve.engine.step import StepPlan
 from deepserve.messages import Load, Submit
 from deepserve.model.checkpoint import Checkpoint, dummy_weights, known_names, load_weights
 from deepserve.model.config import ModelConfig
 from deepserve.model.decoder import Decoder
 from deepserve.model.hub import resolve_model
-from hw.api import Backend
+from hw.api import Backend, ExpertStep
+from hw.groups import Groups, open_groups
 from hw.select import open_backend
 
 logger = logging.getLogger(__name__)
@@ -32,20 +36,28 @@ def resolve(args: EngineArgs) -> EngineConfig:
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread owns it."""
 
-    def __init__(self, config: EngineConfig, *, progress: bool | None = None):
-        """Loads the model. Raises ValueError for what cannot run, with the offending value or the table of memory."""
+    def __init__(self, config: EngineConfig, groups: Groups | None = None, *, progress: bool | None = None):
+        """Loads this rank's part of the model; collective over the instance if it has several ranks.
+
+        Raises ValueError for what cannot run, with the offending value or the table of memory.
+        """
         args = config.args
         self.config = config
+        self.groups = groups or open_groups(config.parallel, 0)
         self.backend = open_backend(
             args.device,
+            self.groups,
             batch_invariant=args.batch_invariant,
             max_dispatch_tokens_per_rank=args.max_dispatch_tokens_per_rank,
             num_threads=args.num_threads,
         )
         started = time.perf_counter()
-        model = load_model(config, self.backend, progress=progress)
+        model = load_model(config, self.backend, rank=self.groups.rank, progress=progress)
         weight_bytes = sum(weight.target.nbytes for weight in model.weights())
-        self.memory: MemoryBudget = plan_memory(config, model.cache_spec(), self.backend.runtime, weight_bytes)
+        budget = plan_memory(config, model.cache_spec(), self.backend.runtime, weight_bytes)
+        # Ranks of one machine see the same free memory, and all ranks must agree on what fits.
+        num_pages = min(pages for (pages,) in self.groups.world.all_gather_ints([budget.num_pages]))
+        self.memory: MemoryBudget = replace(budget, num_pages=num_pages)
         self.pages = Pages(self.memory.num_pages, config.page_size, prefix_caching=args.enable_prefix_caching)
         self.scheduler = Scheduler(scheduler_config(config), self.pages)
         self.runner = Runner(
@@ -86,13 +98,34 @@ class Engine:
         """Whether any sequence of the request is waiting or running."""
         return self.scheduler.knows(request_id)
 
-    def step(self, receive: Callable[[], None] = lambda: None) -> list[SequenceOutput]:
-        """Receive, plan, run, apply; the caller sends. Empty when nothing could run."""
-        receive()
-        plan = self.scheduler.plan()
+    def step(self) -> list[SequenceOutput]:
+        """Plan, run, apply, for a rank that is alone. Empty when nothing could run."""
+        plan = self.plan()
         if plan is None:
             return []
-        return self.scheduler.apply(self.runner.run(plan))
+        cap = self.config.args.max_dispatch_tokens_per_rank
+        return self.run(plan, expert_step([plan.num_tokens], cap))
+
+    def plan(self) -> StepPlan | None:
+        """What this rank's sequences want to run next. Ranks that do not lead their TP group have none of their own."""
+        return self.scheduler.plan() if self.groups.is_leader else None
+
+    def run(self, plan: StepPlan | None, step: ExpertStep, *, has_tokens: bool = True) -> list[SequenceOutput]:
+        """Run and apply a step; collective over the instance. `has_tokens`: whether this rank's TP group has a plan."""
+        if not has_tokens:
+            self.runner.idle(step)
+            return []
+        result = self.runner.run(self._share(plan), step)
+        return self.scheduler.apply(result) if self.groups.is_leader else []
+
+    def _share(self, plan: StepPlan | None) -> StepPlan:
+        """The leader's plan, on every rank of its TP group."""
+        if self.groups.tp.size == 1:
+            assert plan is not None
+            return plan
+        data = None if plan is None else msgspec.msgpack.encode(plan)
+        shared = self.groups.tp.broadcast_bytes(data)
+        return plan or msgspec.msgpack.decode(shared, type=StepPlan)
 
     def load(self) -> Load:
         """What this rank carries now."""
@@ -136,6 +169,5 @@ def scheduler_config(config: EngineConfig) -> SchedulerConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_chunk_tokens=args.long_prefill_token_threshold or args.max_num_batched_tokens,
         chunked_prefill=args.enable_chunked_prefill,
-        max_dispatch_tokens_per_rank=args.max_dispatch_tokens_per_rank,
         eos_token_ids=frozenset(config.model.eos_token_ids),
     )

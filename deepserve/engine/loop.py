@@ -10,23 +10,30 @@ import signal
 import sys
 import threading
 from collections import defaultdict
+from datetime import timedelta
 from typing import BinaryIO
 
 import msgspec
+import torch.distributed as dist
 import zmq
 
 from deepserve.config import EngineArgs
 from deepserve.engine.engine import Engine, resolve
+from deepserve.engine.lockstep import Ballot, Lockstep
 from deepserve.engine.request import SequenceOutput
+from deepserve.engine.step import StepPlan
 from deepserve.messages import PROTOCOL_VERSION, Abort, Drain, FromEngine, Goodbye, Heartbeat, Load, Outputs, Register, Submit, ToEngine
 from deepserve.messages import Stop as StopNow
 from deepserve.model.checkpoint import fingerprint
+from hw.groups import PeerLost, Rendezvous, open_groups
 
 logger = logging.getLogger("deepserve.engine")
 
 HEARTBEAT_S = 1.0
 LINGER_MS = 1000  # for the last messages to leave
+START_TIMEOUT_S = 300.0  # for all ranks of an instance to come together
 EXIT_ORPHANED = 3  # the process that started this rank is gone
+EXIT_PEER_LOST = 4  # this rank is well, another one is not
 
 
 class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,16 +43,18 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     frontends: list[str]  # ZMQ addresses to connect to
     instance: str = "local"
     role: str = "unified"
-    dp_rank: int = 0
+    rank: int = 0
+    rendezvous: str = ""  # "file:PATH" or "tcp:HOST:PORT:PREFIX"; needed with several ranks
+    interface: str | None = None  # network interface of the collectives; None: loopback
 
 
 class Heart(threading.Thread):
     """Beats to every frontend, so that a rank in a long step is slow and not dead. It has sockets of its own: ZMQ's are not shared."""
 
-    def __init__(self, context: zmq.Context, options: RankOptions):
+    def __init__(self, context: zmq.Context, options: RankOptions, dp_rank: int):
         super().__init__(name="heart", daemon=True)
         self.load = Load()  # replaced by the engine thread after each step
-        self._options = options
+        self._options, self._dp_rank = options, dp_rank
         self._context = context
         self._stopped = threading.Event()
 
@@ -53,7 +62,7 @@ class Heart(threading.Thread):
         encoder = msgspec.msgpack.Encoder()
         sockets = [_connect(self._context, address) for address in self._options.frontends]
         while not self._stopped.wait(HEARTBEAT_S):
-            beat = encoder.encode(Heartbeat(self._options.instance, self._options.dp_rank, self.load))
+            beat = encoder.encode(Heartbeat(self._options.instance, self._dp_rank, self.load))
             for socket in sockets:
                 socket.send(beat)
         for socket in sockets:
@@ -65,34 +74,63 @@ class Heart(threading.Thread):
 
 
 class EngineLoop:
-    """Receives, steps, sends, until told to end. Requests of a frontend are answered to that frontend."""
+    """Receives, steps in lockstep with the other ranks, sends, until told to end.
+
+    Only ranks that lead their TP group talk to frontends. Requests of a frontend are answered to that frontend.
+    """
 
     def __init__(self, engine: Engine, options: RankOptions, context: zmq.Context):
         self.engine, self.options = engine, options
+        self._dp_rank = engine.config.parallel.place(options.rank).dp
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._sockets = [_connect(context, address) for address in options.frontends]
+        self._lockstep = Lockstep(engine.groups, context, engine.config.args.max_dispatch_tokens_per_rank)
+        leads = engine.groups.is_leader
+        self._sockets = [_connect(context, address) for address in options.frontends] if leads else []
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, zmq.POLLIN)
         self._home: dict[str, zmq.Socket] = {}  # request -> who sent it
         self._draining = self._stopping = False
-        self._heart = Heart(context, options)
+        self._heart = Heart(context, options, self._dp_rank) if leads else None
 
     def run(self) -> None:
-        """Until `Stop`, or `Drain` and nothing left to do."""
-        self._register()
-        self._heart.start()
+        """Until a rank is told to stop, or all have drained. Raises PeerLost."""
+        if self._heart is not None:
+            self._register()
+            self._heart.start()
         try:
-            while not self._stopping and not (self._draining and not self.engine.has_work):
-                outputs = self.engine.step(self._receive)
-                self._heart.load = self.engine.load()
-                self._send_outputs(outputs)
+            while self._step():
+                pass
         finally:
-            self._heart.stop()
+            if self._heart is not None:
+                self._heart.stop()
+
+    def _step(self) -> bool:
+        """One turn of the loop. Returns whether to go on."""
+        self._receive()
+        plan = self.engine.plan()
+        outcome = self._lockstep.vote(self._ballot(plan))
+        if outcome.end:
+            return False
+        if outcome.idle:
+            self._lockstep.park(self._poller)
+            return True
+        outputs = self.engine.run(plan, outcome.step, has_tokens=outcome.num_tokens[self._dp_rank] > 0)
+        self._send_outputs(outputs)
+        return True
+
+    def _ballot(self, plan: StepPlan | None) -> Ballot:
+        if self._heart is None:
+            return Ballot()
+        self._heart.load = self.engine.load()
+        has_work = self.engine.has_work
+        drained = self._draining and not has_work
+        return Ballot(0 if plan is None else plan.num_tokens, has_work, self._stopping, drained)
 
     def close(self, error: str = "") -> None:
         """Say goodbye and close the sockets."""
+        self._lockstep.close()
         for socket in self._sockets:
             self._send(socket, Goodbye(error))
             socket.close(LINGER_MS)
@@ -103,7 +141,7 @@ class EngineLoop:
             protocol_version=PROTOCOL_VERSION,
             instance=self.options.instance,
             role=self.options.role,
-            dp_rank=self.options.dp_rank,
+            dp_rank=self._dp_rank,
             model_fingerprint=model_fingerprint(engine),
             weight_version=engine.pages.weight_version,
             vocab_size=config.model.vocab_size,
@@ -117,9 +155,8 @@ class EngineLoop:
             self._send(socket, message)
 
     def _receive(self) -> None:
-        """Take every message that is there; wait for one if there is nothing else to do."""
-        timeout_ms = 0 if self.engine.has_work else None
-        for socket, _ in self._poller.poll(timeout_ms):
+        """Take every message that is there."""
+        for socket in self._sockets:
             while True:
                 try:
                     payload = socket.recv(zmq.NOBLOCK)
@@ -147,8 +184,9 @@ class EngineLoop:
         by_home: dict[zmq.Socket, list[SequenceOutput]] = defaultdict(list)
         for output in outputs:
             by_home[self._home[output.request_id]].append(output)
+        load = self.engine.load()
         for socket, mine in by_home.items():
-            self._send(socket, Outputs(mine, self._heart.load))
+            self._send(socket, Outputs(mine, load))
         for output in outputs:
             if output.finish_reason is not None and not self.engine.knows(output.request_id):
                 self._home.pop(output.request_id, None)
@@ -178,6 +216,21 @@ def _watch_lifeline(stdin: BinaryIO) -> None:
     os._exit(EXIT_ORPHANED)
 
 
+def _rendezvous(options: RankOptions) -> Rendezvous | None:
+    """Where the ranks meet. The store lives in a file, or in a process that outlives every rank."""
+    num_ranks = options.args.data_parallel_size * options.args.tensor_parallel_size
+    if num_ranks == 1:
+        return None
+    kind, _, rest = options.rendezvous.partition(":")
+    if kind == "file":
+        store = dist.FileStore(rest, num_ranks)
+    else:
+        assert kind == "tcp", options.rendezvous
+        host, port, prefix = rest.rsplit(":", 2)
+        store = dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=START_TIMEOUT_S)))
+    return Rendezvous(store, options.args.step_timeout_s, options.interface)
+
+
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # Ctrl-C and service managers signal the whole group. Whoever started the rank drains first and then cuts the lifeline.
@@ -187,20 +240,27 @@ def main() -> int:
     threading.Thread(target=_watch_lifeline, args=(sys.stdin.buffer,), name="lifeline", daemon=True).start()
     context = zmq.Context()
     try:
-        engine = Engine(resolve(options.args))
+        config = resolve(options.args)
+        groups = open_groups(config.parallel, options.rank, _rendezvous(options))
+        loop = EngineLoop(Engine(config, groups), options, context)
     except ValueError as error:
-        print(f"deepserve: the engine cannot start: {error}", file=sys.stderr, flush=True)
+        print(f"deepserve: rank {options.rank} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
-    loop = EngineLoop(engine, options, context)
+    except PeerLost as error:
+        print(f"deepserve: rank {options.rank} cannot start without its peers: {error}", file=sys.stderr, flush=True)
+        return EXIT_PEER_LOST
+    code, reason = 0, ""
     try:
         loop.run()
+    except PeerLost as error:
+        code, reason = EXIT_PEER_LOST, f"rank {options.rank} lost a peer: {error}"
+        logger.error(reason)
     except Exception as error:
-        logger.exception("the engine failed")
-        loop.close(f"{type(error).__name__}: {error}")
-        return 1
-    loop.close()
+        code, reason = 1, f"rank {options.rank} failed: {type(error).__name__}: {error}"
+        logger.exception(reason)
+    loop.close(reason)
     context.term()
-    return 0
+    return code
 
 
 if __name__ == "__main__":

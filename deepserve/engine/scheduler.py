@@ -25,7 +25,6 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_chunk_tokens: int  # most tokens of one sequence in a step
     chunked_prefill: bool
-    max_dispatch_tokens_per_rank: int
     eos_token_ids: frozenset[int]
 
 
@@ -225,8 +224,6 @@ class Scheduler:
         counts = [scheduled[s] for s in order]
         starts = [s.num_computed for s in order]
         ends = [len(s.tokens) for s in order]
-        num_tokens = sum(counts)
-        low_latency = num_tokens <= self.config.max_dispatch_tokens_per_rank
         plan = StepPlan(
             step=self.stats.num_steps,
             fills=[_fill(s) for s in fills],
@@ -239,7 +236,6 @@ class Scheduler:
             num_single=len(singles),
             draws=[i for i, s in enumerate(order) if starts[i] + counts[i] == ends[i] and s.params.max_tokens],
             prompt_logprobs=[i for i, s in enumerate(order) if s.wants_prompt_logprobs],
-            expert_mode="low_latency" if low_latency else "throughput",
         )
         return plan, order
 

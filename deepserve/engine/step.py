@@ -5,8 +5,6 @@ compute. A plan can be discarded at any time before its result is applied: nothi
 written to the same slots again.
 """
 
-from typing import Literal
-
 import msgspec
 
 from deepserve.engine.request import PositionLogprobs, SamplingParams
@@ -42,7 +40,6 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     num_single: int
     draws: list[int]  # entries that end at their sequence's last known token and draw the next one
     prompt_logprobs: list[int]  # entries whose prompt positions want log-probabilities
-    expert_mode: Literal["throughput", "low_latency"]
 
     @property
     def num_tokens(self) -> int:

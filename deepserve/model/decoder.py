@@ -6,7 +6,7 @@ import torch
 
 from deepserve.model.config import ModelConfig
 from eplb.placement import Placement, initial_placement
-from hw.api import Backend, ExpertMode
+from hw.api import Backend, ExpertStep
 from hw.cache_spec import CacheSpec
 from hw.topology import ParallelConfig
 from hw.weights import Weight
@@ -40,6 +40,7 @@ class DecoderLayer:
         self.ops, self.eps, self.prefix = ops, config.rms_norm_eps, prefix
         self.input_norm = torch.empty(config.hidden_size, dtype=build.dtype, device=device)
         self.post_norm = torch.empty(config.hidden_size, dtype=build.dtype, device=device)
+        self.tp = build.backend.tp
         heads = config.mla.num_heads // build.parallel.tp
         first_head = build.parallel.place(build.rank).tp * heads
         self.attention = MLALayer(
@@ -68,16 +69,26 @@ class DecoderLayer:
         ]
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttnMetadata, cache: torch.Tensor, mode: ExpertMode
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        meta: AttnMetadata,
+        cache: torch.Tensor,
+        step: ExpertStep,
+        lens: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual `[num_tokens, hidden]` -> the same pair; the layer's output is their sum."""
+        """x, residual `[lens[tp rank], hidden]` -> the same pair; the layer's output is their sum.
+
+        Between attentions each TP rank has its slice of the tokens; attention sees all of them, with this rank's heads.
+        """
         if residual is None:
             x, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
         else:
             x, residual = self.ops.add_rms_norm(x, residual, self.input_norm, self.eps)
-        x = self.attention.forward(x, meta, cache)
+        x = self.attention.forward(self.tp.all_gather_rows(x, lens), meta, cache)
+        x = self.tp.reduce_scatter_rows(x, lens)
         x, residual = self.ops.add_rms_norm(x, residual, self.post_norm, self.eps)
-        x = self.dense.forward(x) if self.moe is None else self.moe.forward(x, mode)
+        x = self.dense.forward(x) if self.moe is None else self.moe.forward(x, step)
         return x, residual
 
 
@@ -91,11 +102,18 @@ class Decoder:
         device = backend.runtime.device
         rope = rope_table(config.mla, max_model_len, device)
         build = Build(config, backend, dtype, parallel, rank, num_redundant_experts, rope)
-        self.config, self.ops, self.dtype = config, backend.ops, dtype
+        self.config, self.ops, self.dtype, self.tp = config, backend.ops, dtype, backend.tp
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [DecoderLayer(build, i) for i in range(config.num_layers)]
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
+        # The head is split over the TP ranks by vocabulary.
+        self._vocab_lens = even_slices(config.vocab_size, parallel.tp)
+        first = sum(self._vocab_lens[: self.tp.rank])
+        self._vocab = slice(first, first + self._vocab_lens[self.tp.rank])
+        if config.tie_word_embeddings:
+            self.head = self.embedding[self._vocab]
+        else:
+            self.head = torch.empty(self._vocab_lens[self.tp.rank], config.hidden_size, dtype=dtype, device=device)
 
     def weights(self) -> list[Weight]:
         """Everything this rank holds, by checkpoint name."""
@@ -105,7 +123,7 @@ class Decoder:
             Weight(name="model.norm.weight", shape=tuple(self.norm.shape), target=self.norm, kind="norm"),
         ]
         if not self.config.tie_word_embeddings:
-            found.append(Weight(name="lm_head.weight", shape=shape, target=self.head))
+            found.append(Weight(name="lm_head.weight", shape=shape, target=self.head, index=(self._vocab,)))
         return found + [weight for layer in self.layers for weight in layer.weights()]
 
     def placements(self) -> list[Placement | None]:
@@ -117,14 +135,28 @@ class Decoder:
         name = str(self.dtype).removeprefix("torch.")
         return CacheSpec(tuple(latent_cache(self.config.mla, name) for _ in self.layers))
 
-    def forward(self, token_ids: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], mode: ExpertMode) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], step: ExpertStep) -> torch.Tensor:
         """token_ids `[num_tokens]` int64 -> hidden `[num_tokens, hidden]` after the final norm. Writes this step's latents to `caches`."""
-        x, residual = self.embedding[token_ids], None
+        lens = even_slices(token_ids.shape[0], self.tp.size)
+        first = sum(lens[: self.tp.rank])
+        x, residual = self.embedding[token_ids[first : first + lens[self.tp.rank]]], None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer.forward(x, residual, meta, cache, mode)
+            x, residual = layer.forward(x, residual, meta, cache, step, lens)
         x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
-        return x
+        return self.tp.all_gather_rows(x, lens)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden `[R, hidden]` after the final norm -> `[R, vocab]` fp32."""
-        return self.ops.linear(hidden, self.head).float()
+    def idle(self, step: ExpertStep) -> None:
+        """A step without tokens of ours: this rank's experts serve the others' tokens."""
+        nothing = self.embedding[:0]
+        for layer in self.layers:
+            if layer.moe is not None:
+                layer.moe.forward(nothing, step)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """hidden `[R, hidden]` after the final norm -> `[R, vocab]` fp32 at rank 0 of the TP group, None elsewhere."""
+        return self.tp.gather_columns(self.ops.linear(hidden, self.head).float(), self._vocab_lens)
+
+
+def even_slices(num: int, parts: int) -> list[int]:
+    """Sizes of `parts` consecutive slices of `num` things, the first ones larger by one where it does not divide."""
+    return [num // parts + (i < num % parts) for i in range(parts)]

@@ -23,13 +23,19 @@ BACKLOG = 4096  # connections that wait to be accepted
 FLUSH_S = 2.0  # for the last error events to reach their clients
 
 
+class Death(Protocol):
+    """An engine process that ended; as text it says which one and how."""
+
+    code: int  # exit code, 128 + its number for a signal
+
+
 class Spawn(Protocol):
     """Starts and watches the engine processes of this machine."""
 
     def start(self, frontend_address: str) -> None: ...
 
-    def poll(self) -> int | None:
-        """Exit code of the first process that has ended, None while all live."""
+    def poll(self) -> "Death | None":
+        """The process whose end ended the others, None while all live."""
 
     def stop(self, grace_s: float) -> None: ...
 
@@ -93,11 +99,9 @@ class Frontend:
                 await asyncio.to_thread(self._spawn.start, self.client.address)
             said_ready = False
             while True:
-                code = None if self._spawn is None else self._spawn.poll()
-                if code is not None:
-                    self._finish(
-                        code if 0 < code < 256 else 1, f"an engine process ended unexpectedly with exit code {code}; the server stopped"
-                    )
+                death = None if self._spawn is None else self._spawn.poll()
+                if death is not None:
+                    self._finish(death.code if 0 < death.code < 256 else 1, f"{death} and was not told to; the server stopped")
                     return
                 if not said_ready and self.state.ready:
                     said_ready = True

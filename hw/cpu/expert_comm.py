@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hw.api import Dispatched, ExpertMode
+from hw.api import Dispatched, ExpertMode, ExpertStep
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class LocalExpertComm:
     def __init__(self, max_tokens_per_rank: int):
         self.max_tokens_per_rank = max_tokens_per_rank
 
-    def dispatch(self, x: torch.Tensor, topk_phy: torch.Tensor, mode: ExpertMode, num_local_experts: int) -> Dispatched:
+    def dispatch(self, x: torch.Tensor, topk_phy: torch.Tensor, step: ExpertStep, num_local_experts: int) -> Dispatched:
         num_tokens, top_k = topk_phy.shape
         flat = topk_phy.reshape(-1)
         counts = torch.bincount(flat, minlength=num_local_experts)
         order = torch.argsort(flat, stable=True)  # by expert, then by source: independent of who else sorts
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel())
-        if mode is ExpertMode.THROUGHPUT:
+        if step.mode is ExpertMode.THROUGHPUT:
             handle = LocalHandle(place.view(num_tokens, top_k))
-            return Dispatched(mode, x[order // top_k], counts, counts.tolist(), handle)
+            return Dispatched(step.mode, x[order // top_k], counts, counts.tolist(), handle)
         assert num_tokens <= self.max_tokens_per_rank, (num_tokens, self.max_tokens_per_rank)
         starts = counts.cumsum(0) - counts
         # A token meets an expert at most once, so num_tokens rows are enough for each expert.
@@ -49,7 +49,7 @@ class LocalExpertComm:
         masked = x.new_zeros(num_local_experts * num_tokens, x.shape[1])
         masked[home] = x.repeat_interleave(top_k, dim=0)
         handle = LocalHandle(home.view(num_tokens, top_k))
-        return Dispatched(mode, masked.view(num_local_experts, num_tokens, x.shape[1]), counts, None, handle)
+        return Dispatched(step.mode, masked.view(num_local_experts, num_tokens, x.shape[1]), counts, None, handle)
 
     def combine(self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         rows = y.reshape(-1, y.shape[-1])[dispatched.handle.home]

@@ -198,7 +198,7 @@ def test_dead_engine_ends_streams_and_server():
         assert "error" in json.loads(rest[-1].removeprefix("data: "))
         assert "data: [DONE]" not in rest
         assert server.end() == 128 + signal.SIGKILL
-        assert "engine process ended unexpectedly" in server.lines[-1]
+        assert f"rank 0 (pid {engine.pid}) ended with signal SIGKILL" in server.lines[-1]
 
 
 def test_killed_frontend_takes_its_engine_along():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hw.api import ExpertMode
+from hw.api import ExpertMode, ExpertStep
 from hw.cpu.invariant import InvariantOps
 from hw.select import NAMES, open_backend
 
@@ -57,7 +57,7 @@ def test_what_is_dispatched_comes_home(mode: ExpertMode, num_tokens: int, top_k:
     num_experts, dim = 9, 6
     comm = open_backend("cpu", max_dispatch_tokens_per_rank=40).expert_comm
     x, topk, weight = torch.randn(num_tokens, dim), random_topk(num_tokens, top_k, num_experts), torch.rand(num_tokens, top_k)
-    sent = comm.dispatch(x, topk, mode, num_experts)
+    sent = comm.dispatch(x, topk, ExpertStep(mode, num_tokens), num_experts)
     counts = [int((topk == e).sum()) for e in range(num_experts)]
     assert sent.mode is mode and sent.counts.tolist() == counts
     if mode is ExpertMode.THROUGHPUT:
@@ -88,7 +88,7 @@ def test_what_is_dispatched_comes_home(mode: ExpertMode, num_tokens: int, top_k:
 def test_sums_run_in_topk_order_in_fp32(mode: ExpertMode):
     comm = open_backend("cpu").expert_comm
     x, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.tensor([[2.0**12, 2.0**-11, -(2.0**12), 1.0]])
-    sent = comm.dispatch(x, torch.tensor([[3, 0, 2, 1]]), mode, 4)
+    sent = comm.dispatch(x, torch.tensor([[3, 0, 2, 1]]), ExpertStep(mode, 1), 4)
     home = comm.combine(sent.x, weight, sent)
     # In bf16, or with the one added before the large terms have gone, the small term would be lost.
     assert home.tolist() == [[1.0 + 2.0**-11] * 4]
@@ -98,7 +98,7 @@ def test_sums_run_in_topk_order_in_fp32(mode: ExpertMode):
 
 def test_low_latency_refuses_more_tokens_than_its_cap():
     comm = open_backend("cpu", max_dispatch_tokens_per_rank=3).expert_comm
-    comm.dispatch(torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64), ExpertMode.LOW_LATENCY, 1)
+    comm.dispatch(torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64), ExpertStep(ExpertMode.LOW_LATENCY, 3), 1)
     with pytest.raises(AssertionError, match=r"\(4, 3\)"):
-        comm.dispatch(torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64), ExpertMode.LOW_LATENCY, 1)
-    comm.dispatch(torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64), ExpertMode.THROUGHPUT, 1)
+        comm.dispatch(torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64), ExpertStep(ExpertMode.LOW_LATENCY, 4), 1)
+    comm.dispatch(torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64), ExpertStep(ExpertMode.THROUGHPUT, 4), 1)

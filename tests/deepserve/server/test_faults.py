@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from deepserve.engine.request import SequenceOutput
+from deepserve.spawn import RankDeath
 
 PROMPT = {"prompt": "Hi", "max_tokens": 50}
 ROUTES = [
@@ -188,7 +189,7 @@ class DyingSpawn:
     """A child process that ends when told to."""
 
     def __init__(self):
-        self.code = None
+        self.death = None
         self.address = None
         self.stopped = False
 
@@ -196,7 +197,7 @@ class DyingSpawn:
         self.address = frontend_address
 
     def poll(self):
-        return self.code
+        return self.death
 
     def stop(self, grace_s: float):
         self.stopped = True
@@ -209,10 +210,10 @@ def test_death_of_a_child_ends_the_server(serve, capfd):
     assert spawn.address == server.frontend.client.address
     running = server.in_background(lambda: server.http.post("/v1/completions", json={**PROMPT, "stream": True}))
     engine.wait_for(lambda: engine.steps == 2, "two tokens")
-    spawn.code = 9
+    spawn.death = RankDeath(rank=2, pid=77, code=9)
     assert "exit code 9" in json.loads(running.result(10).text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"]
     assert server.wait_for_exit() == 9 and spawn.stopped
-    assert capfd.readouterr().err.splitlines()[-1] == "deepserve: an engine process ended unexpectedly with exit code 9; the server stopped"
+    assert capfd.readouterr().err.splitlines()[-1] == "deepserve: rank 2 (pid 77) ended with exit code 9 and was not told to; the server stopped"
 
 
 class FailingSpawn(DyingSpawn):

@@ -1,0 +1,119 @@
+"""Ranks of one instance step together: a vote before each step, parking when all are idle, waking each other.
+
+    every rank:   receive -> plan -> vote -> run (with zero tokens where there was no plan) -> apply -> ...
+                                      |
+                                      '-- nobody has work: park until a request comes in or another rank wakes us
+
+A vote is one small collective on the host. It tells every rank how many tokens each brings and what else must be decided alike; its
+result fixes the expert-communication mode of the step. A dead peer fails the vote; nobody waits for ever.
+"""
+
+import secrets
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from hw.api import ExpertMode, ExpertStep
+from hw.groups import Groups
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """What one rank says before a step. Sent as integers, in this order."""
+
+    num_tokens: int = 0  # of its DP replica's plan; 0: no plan
+    has_work: bool = False  # it has sequences, even if none can run now
+    stop: bool = False  # told to end now
+    drained: bool = False  # told to drain, and nothing is left here
+
+    def ints(self) -> list[int]:
+        return [self.num_tokens, int(self.has_work), int(self.stop), int(self.drained)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks know after a vote, equal everywhere."""
+
+    num_tokens: tuple[int, ...]  # of each DP replica
+    step: ExpertStep  # meaningful if any token runs
+    end: bool  # somebody was told to stop, or all have drained
+
+    @property
+    def idle(self) -> bool:
+        return not any(self.num_tokens)
+
+
+def expert_step(num_tokens: list[int], cap: int) -> ExpertStep:
+    """Low latency iff the tokens that each rank dispatches fit its cap."""
+    most = max(num_tokens)
+    return ExpertStep(ExpertMode.LOW_LATENCY if most <= cap else ExpertMode.THROUGHPUT, most)
+
+
+class Lockstep:
+    """One rank's part. With a single rank a vote is a function call and parking is a poll."""
+
+    def __init__(self, groups: Groups, context: zmq.Context, max_dispatch_tokens_per_rank: int):
+        """Collective over all ranks of the instance: they exchange where to be woken."""
+        self.groups = groups
+        self._cap = max_dispatch_tokens_per_rank
+        self._num_parks = 0
+        self.wakeups = context.socket(zmq.PULL)
+        self.wakeups.setsockopt(zmq.LINGER, 0)
+        port = self.wakeups.bind_to_random_port("tcp://127.0.0.1")
+        # Whoever knows the key is a peer; a stranger on the port can at most cause one needless vote.
+        self._key = groups.world.broadcast_bytes(secrets.token_bytes(16) if groups.world.rank == 0 else None)
+        self._peers = []
+        for rank, (peer_port,) in enumerate(groups.world.all_gather_ints([port])):
+            if rank != groups.rank:
+                peer = context.socket(zmq.PUSH)
+                peer.setsockopt(zmq.LINGER, 0)
+                peer.connect(f"tcp://127.0.0.1:{peer_port}")
+                self._peers.append(peer)
+        self.num_votes = 0
+        self.vote_s = 0.0  # spent in votes, waiting for slower ranks included
+
+    def vote(self, ballot: Ballot) -> Outcome:
+        """Collective. Raises PeerLost."""
+        started = time.perf_counter()
+        ballots = self.groups.world.all_gather_ints(ballot.ints())
+        self.num_votes += 1
+        self.vote_s += time.perf_counter() - started
+        tp = self.groups.parallel.tp
+        leaders = ballots[::tp]  # followers have no plans of their own
+        num_tokens = tuple(row[0] for row in leaders)
+        assert any(num_tokens) or not any(row[1] for row in leaders), "there is work that no step takes on"
+        end = any(row[2] for row in leaders) or all(row[3] for row in leaders)
+        return Outcome(num_tokens, expert_step([-(-tokens // tp) for tokens in num_tokens], self._cap), end)
+
+    def park(self, poller: zmq.Poller) -> None:
+        """Sleep until a message or a wake-up of this park comes in.
+
+        `poller` holds this rank's other sockets; a message there wakes the other ranks.
+        """
+        self._num_parks += 1
+        poller.register(self.wakeups, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self.wakeups in ready and not self._take_wakeups():
+                ready.pop(self.wakeups)  # a late one, of an earlier park
+            if ready:
+                break
+        poller.unregister(self.wakeups)
+        if self.wakeups not in ready:
+            for peer in self._peers:
+                peer.send(self._key + self._num_parks.to_bytes(8, "little"))
+
+    def _take_wakeups(self) -> bool:
+        """Read all that is there; whether one of them means this park. All ranks count parks alike, since all park after the same vote."""
+        meant = False
+        while True:
+            try:
+                note = self.wakeups.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return meant
+            meant = meant or note == self._key + self._num_parks.to_bytes(8, "little")
+
+    def close(self) -> None:
+        for socket in (self.wakeups, *self._peers):
+            socket.close()

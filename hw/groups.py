@@ -1,0 +1,156 @@
+"""Groups of ranks of one instance, over gloo, built from a topology and passed explicitly.
+
+They carry control messages on every backend and, on CPU, the data too. Nothing here touches torch's default process group, so an
+engine can live inside a training job that has its own. Whatever goes wrong with a peer is a `PeerLost`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hw.topology import ParallelConfig
+
+
+class PeerLost(RuntimeError):
+    """A collective failed: a peer died, or did not take part within the timeout."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of an instance meet, and how they reach each other."""
+
+    store: Any  # torch.distributed.Store; lives in a process that no rank's death takes along
+    timeout_s: float  # of every collective: the longest that a peer may be late
+    interface: str | None = None  # network interface; None: loopback
+
+
+class Group:
+    """Some ranks, in a fixed order. A group of one talks to nobody."""
+
+    def __init__(self, name: str, ranks: list[int], rank: int, rendezvous: Rendezvous | None):
+        """Collective over `ranks`; `rank` is this process's, and one of them. Raises PeerLost."""
+        self.name, self.ranks, self.rank, self.size = name, ranks, ranks.index(rank), len(ranks)
+        self._gloo: Any = None
+        if self.size > 1:
+            assert rendezvous is not None, f"group {name} of {self.size} ranks without a rendezvous"
+            self._gloo = _open_gloo(name, self.rank, self.size, rendezvous)
+
+    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
+        """The same number of integers from every rank, in rank order."""
+        if self.size == 1:
+            return [values]
+        mine = torch.tensor(values, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._run(lambda: self._gloo.allgather([found], [mine]))
+        return [row.tolist() for row in found]
+
+    def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
+        """`data` of the root, on every rank; the others pass None."""
+        if self.size == 1:
+            assert data is not None
+            return data
+        num = self.broadcast(torch.tensor([0 if data is None else len(data)]), root)
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(num), dtype=torch.uint8)
+        return self.broadcast(buffer, root).numpy().tobytes() if int(num) else b""
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """The root's tensor, in place."""
+        if self.size > 1 and tensor.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            self._run(lambda: self._gloo.broadcast([tensor], options))
+        return tensor
+
+    def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Send `send[i]` rows of x `[sum(send), ...]` to rank i; the result holds `receive[i]` rows of each rank, in rank order.
+
+        Any dtype: the wire carries bytes.
+        """
+        if self.size == 1:
+            return x
+        row_bytes = prod(x.shape[1:]) * x.element_size()
+        wire_in = x.contiguous().flatten().view(torch.uint8)
+        wire_out = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8)
+        splits = [[n * row_bytes for n in receive], [n * row_bytes for n in send]]
+        self._run(lambda: self._gloo.alltoall_base(wire_out, wire_in, *splits))
+        return wire_out.view(x.dtype).view(sum(receive), *x.shape[1:])
+
+    def all_gather_rows(self, x: torch.Tensor, lens: list[int]) -> torch.Tensor:
+        """x `[lens[rank], ...]` of every rank -> `[sum(lens), ...]`, in rank order."""
+        if self.size == 1:
+            return x
+        return self.all_to_all(x.repeat(self.size, *[1] * (x.dim() - 1)), [x.shape[0]] * self.size, lens)
+
+    def reduce_scatter_rows(self, x: torch.Tensor, lens: list[int]) -> torch.Tensor:
+        """x `[sum(lens), D]` -> this rank's rows of the sum over ranks, added in fp32 in rank order."""
+        if self.size == 1:
+            return x
+        mine = lens[self.rank]
+        parts = self.all_to_all(x, lens, [mine] * self.size).view(self.size, mine, *x.shape[1:])
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        return total.to(x.dtype)
+
+    def gather_columns(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
+        """x `[R, widths[rank]]` of every rank side by side at rank 0: `[R, sum(widths)]`; None elsewhere."""
+        if self.size == 1:
+            return x
+        others = [0] * (self.size - 1)
+        columns = x.T.contiguous()  # rows of the transpose travel
+        found = self.all_to_all(columns, [columns.shape[0], *others], widths if self.rank == 0 else [0, *others])
+        return found.T.contiguous() if self.rank == 0 else None
+
+    def barrier(self) -> None:
+        self.all_gather_ints([0])
+
+    def _run(self, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise PeerLost(f"group {self.name!r}: {str(error).splitlines()[0]}") from error
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one rank."""
+
+    parallel: ParallelConfig
+    rank: int
+    world: Group  # all ranks: votes and other control
+    tp: Group  # ranks that share this rank's attention
+    ep: Group  # all ranks: tokens to experts and back
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank schedules for its TP group."""
+        return self.tp.rank == 0
+
+
+def open_groups(parallel: ParallelConfig, rank: int, rendezvous: Rendezvous | None = None) -> Groups:
+    """Collective over all ranks of the instance. Raises PeerLost."""
+    everyone = list(range(parallel.num_ranks))
+    dp = parallel.place(rank).dp
+    return Groups(
+        parallel=parallel,
+        rank=rank,
+        world=Group("world", everyone, rank, rendezvous),
+        tp=Group(f"tp{dp}", parallel.tp_group(dp), rank, rendezvous),
+        ep=Group("ep", everyone, rank, rendezvous),
+    )
+
+
+def _open_gloo(name: str, rank: int, size: int, rendezvous: Rendezvous) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=rendezvous.timeout_s)
+    device = {"hostname": "127.0.0.1"} if rendezvous.interface is None else {"interface": rendezvous.interface}
+    try:
+        options._devices = [dist.ProcessGroupGloo.create_device(**device)]
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, rendezvous.store), rank, size, options)
+    except RuntimeError as error:
+        raise PeerLost(f"group {name!r} of {size} ranks did not come together: {str(error).splitlines()[0]}") from error
