@@ -101,7 +101,9 @@ def test_rows_that_need_more_work_are_known(params, members):
         assert getattr(rows, name) == ({1} if name in members else set())
 
 
-@pytest.mark.parametrize(("params", "temperature", "top_k"), [({"temperature": 1e-6}, 0.0, 0), ({"temperature": 0.0}, 0.0, 0), ({"top_k": -1}, 1.0, 0)])
+@pytest.mark.parametrize(
+    ("params", "temperature", "top_k"), [({"temperature": 1e-6}, 0.0, 0), ({"temperature": 0.0}, 0.0, 0), ({"top_k": -1}, 1.0, 0)]
+)
 def test_spellings_of_off(params, temperature, top_k):
     rows = Rows(1, 1)
     rows.update(plan(fill(0, **params)))
