@@ -112,6 +112,7 @@ def serve(
         served_model_name=tuple(served_model_name or [model]),
         host=host,
         port=port,
+        num_engines=data_parallel_size,
         api_key=tuple(api_key or ()),
         chat_template=chat_template,
         generation_config=generation_config,

@@ -97,9 +97,9 @@ class LocalInstance:
 
 def start_rank(options: dict) -> subprocess.Popen:
     """One engine process; `options` are the fields of `deepserve.engine.loop.RankOptions`. Its stdin must be kept open."""
-    # Threads that wait for each other must not spin where ranks and the frontend share cores.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    process = subprocess.Popen([sys.executable, "-m", "deepserve.engine.loop"], stdin=subprocess.PIPE, env=environment)
+    # Threads that wait for each other must not spin where ranks and the frontend share cores. `env` becomes the rank itself.
+    command = ["env", "OMP_WAIT_POLICY=PASSIVE", sys.executable, "-m", "deepserve.engine.loop"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(options) + b"\n")
     process.stdin.flush()

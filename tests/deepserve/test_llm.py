@@ -157,7 +157,7 @@ def test_without_tokenizer():
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size 2"),
+        ({"tensor_parallel_size": 3}, ValueError, "tensor_parallel_size 3"),
         ({"max_model_len": "long"}, ValueError, "max_model_len"),
         ({"max_modellen": 5}, TypeError, "max_modellen"),
         ({"model": "/no/such/folder"}, ValueError, "/no/such/folder"),

@@ -242,7 +242,7 @@ def run_serve(*arguments: str) -> subprocess.CompletedProcess:
         (["/no/such/folder"], "/no/such/folder"),
         (["--max-model-len", "5000"], "max_model_len 5000 exceeds the 4096"),
         (["--dtype", "int3"], "'int3'"),
-        (["--tensor-parallel-size", "2"], "tensor_parallel_size 2"),
+        (["--tensor-parallel-size", "3"], "tensor_parallel_size 3 does not divide the model's 8 heads"),
         (["--generation-config", "maybe"], "'maybe'"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
