@@ -56,6 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def resolve(cls, args: EngineArgs, model_path: str, model: ModelConfig) -> "EngineConfig":
         """Compose and check. Raises ValueError with the offending value."""
+        _check_types(args)
         if args.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {args.dtype!r}")
         if args.load_format not in LOAD_FORMATS:
@@ -78,13 +79,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens {args.max_num_batched_tokens} "
                 f"is below max_model_len {max_model_len}"
             )
+        if not args.enable_chunked_prefill and args.long_prefill_token_threshold:
+            raise ValueError(f"long_prefill_token_threshold {args.long_prefill_token_threshold} needs chunked prefill")
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
         if model.mla.num_heads % args.tensor_parallel_size:
             raise ValueError(f"tensor_parallel_size {args.tensor_parallel_size} does not divide the model's {model.mla.num_heads} heads")
-        if args.step_timeout_s <= 0:
-            raise ValueError(f"step_timeout_s must be above 0, got {args.step_timeout_s}")
+        if not 0.0 < args.step_timeout_s < float("inf"):
+            raise ValueError(f"step_timeout_s must be a number above 0, got {args.step_timeout_s}")
         parallel = ParallelConfig(dp=args.data_parallel_size, tp=args.tensor_parallel_size)
         return cls(
             args=args,
@@ -98,3 +101,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def limits(self, num_pages: int) -> Limits:
         """What a request may ask for, given the pages a rank found room for."""
         return Limits(vocab_size=self.model.vocab_size, max_model_len=self.max_model_len, max_seq_tokens=num_pages * self.page_size)
+
+
+def _check_types(args: EngineArgs) -> None:
+    """What came as keyword arguments has whatever types the caller gave it."""
+    try:
+        msgspec.convert(msgspec.structs.asdict(args), EngineArgs)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"engine arguments: {error}") from None

@@ -3,7 +3,6 @@
 A *request* is what a client sent; it has `params.n` *sequences*, each one token list being generated.
 """
 
-import math
 import secrets
 from array import array
 
@@ -68,14 +67,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_stops()
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
             if len(self.logit_bias) > MAX_LOGIT_BIAS:
                 raise ValueError(f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed")
             for token, bias in self.logit_bias.items():
                 _real(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
     def _check_stops(self):
+        if not isinstance(self.stop, (str, list, tuple)):
+            raise ValueError(f"stop must be text or a list of texts, got {self.stop!r}")
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:
             raise ValueError(f"stop has {len(stops)} strings, at most {MAX_STOP_STRINGS} are allowed")
@@ -168,7 +176,8 @@ def _whole(name: str, value, low: int, high: int):
 
 
 def _real(name: str, value, low: float, high: float):
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+    # NaN is in no range, and whole numbers too large for a float compare all the same.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ValueError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
 
 
