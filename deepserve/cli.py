@@ -43,6 +43,9 @@ Invariant = Annotated[
     bool, _option("--batch-invariant", help="Results bitwise independent of what else is in the batch; slower.", panel=_ENGINE)
 ]
 Threads = Annotated[int | None, _option("--num-threads", help="CPU threads of a rank.", panel=_ENGINE)]
+StepTimeout = Annotated[
+    float, _option("--step-timeout-s", "--watchdog-timeout", help="Seconds after which a rank that hangs counts as lost.", panel=_ENGINE)
+]
 MaxNumSeqs = Annotated[int, _option("--max-num-seqs", "--max-running-requests", help="Most sequences in a step.", panel=_CACHE)]
 MaxTokens = Annotated[int, _option("--max-num-batched-tokens", help="Most tokens in a step.", panel=_CACHE)]
 Chunked = Annotated[bool, _option("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Cut long prompts.", panel=_CACHE)]
@@ -61,6 +64,7 @@ def _engine_args(values: dict[str, Any]) -> EngineArgs:
 
 @app.command()
 def serve(
+    ctx: typer.Context,
     model: Model = _DEFAULTS.model,
     host: Annotated[str, _option("--host", help="Address to listen on.", panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, _option("--port", help="Port to listen on; 0: any free one.", panel=_SERVER)] = 8000,
@@ -92,6 +96,7 @@ def serve(
     enable_prefix_caching: Prefix = True,
     kv_cache_memory_bytes: CacheBytes = None,
     memory_utilization: Utilization = _DEFAULTS.memory_utilization,
+    step_timeout_s: StepTimeout = _DEFAULTS.step_timeout_s,
 ) -> None:
     """Serve a model over the OpenAI API. SIGTERM or Ctrl-C finishes what runs; a second one stops at once."""
     args = _engine_args(locals())
@@ -121,7 +126,9 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
         access_log=access_log,
     )
-    sys.exit(run_server(options, LocalInstance(args)))
+    # `launch.worker` puts a launcher here, to run one rank under torchrun instead of all ranks of this machine.
+    instance = (ctx.obj or LocalInstance)(args)
+    sys.exit(instance.guard() if instance.follows else run_server(options, instance))
 
 
 @app.command()

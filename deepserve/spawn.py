@@ -38,6 +38,8 @@ class LocalInstance:
     They end with this process, even if it is killed: their stdin is the lifeline.
     """
 
+    follows = False  # this process runs the frontend
+
     def __init__(self, args: EngineArgs, *, instance: str = "local"):
         self.num_ranks = args.data_parallel_size * args.tensor_parallel_size
         if args.num_threads is None and self.num_ranks > 1 and args.device == "cpu":

@@ -40,7 +40,7 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank is told at start."""
 
     args: EngineArgs
-    frontends: list[str]  # ZMQ addresses to connect to
+    frontends: list[str]  # ZMQ addresses to connect to; rank 0's count, it tells the others
     instance: str = "local"
     role: str = "unified"
     rank: int = 0
@@ -242,6 +242,8 @@ def main() -> int:
     try:
         config = resolve(options.args)
         groups = open_groups(config.parallel, options.rank, _rendezvous(options))
+        addresses = groups.world.broadcast_bytes(msgspec.msgpack.encode(options.frontends) if options.rank == 0 else None)
+        options = msgspec.structs.replace(options, frontends=msgspec.msgpack.decode(addresses, type=list[str]))
         loop = EngineLoop(Engine(config, groups), options, context)
     except ValueError as error:
         print(f"deepserve: rank {options.rank} cannot start: {error}", file=sys.stderr, flush=True)

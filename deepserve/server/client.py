@@ -50,6 +50,18 @@ class Engine:
         return max(ours, self.load.num_running + self.load.num_waiting)
 
     @property
+    def num_queued_tokens(self) -> int:
+        return sum(request.num_prompt for request in self.requests.values() if not request.prefilled)
+
+    @property
+    def num_cache_tokens(self) -> int:
+        return self.register.num_pages * self.register.page_size
+
+    @property
+    def num_free_tokens(self) -> int:
+        return self.num_cache_tokens - self.load.num_held_pages * self.register.page_size
+
+    @property
     def name(self) -> str:
         return f"engine {self.register.instance!r} rank {self.register.dp_rank} (pid {self.register.pid})"
 
@@ -123,7 +135,7 @@ class EngineClient:
         self._num_submitted += 1
         message = messages.Submit(request_id, prompt_token_ids, params, cache_salt, time.time())
         # An engine that proves to be gone is removed; the next one is asked.
-        while engine := self._router.pick(self._serving()):
+        while engine := self._router.pick(self._serving(), prompt_token_ids, cache_salt):
             if self._send_or_remove(engine, message):
                 break
         else:
