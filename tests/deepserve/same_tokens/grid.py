@@ -1,0 +1,52 @@
+"""Ways to run the same prompts, none of which may change a token: the full grid and a pairwise cover of it."""
+
+from dataclasses import astuple, dataclass
+from itertools import combinations, product
+
+KINDS = ("deepserve-tiny", "v2", "v2-lite", "v3", "moonlight")
+COMPANIES = ("alone", "16 prompts")
+CHUNKS = (7, 64, None)  # most prompt tokens of a sequence in a step; None: prompts are not cut
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way."""
+
+    kind: str
+    company: str
+    chunk: int | None
+    prefix_cache: bool
+    preempt: bool
+
+    def __str__(self) -> str:
+        chunk = "whole" if self.chunk is None else f"chunks of {self.chunk}"
+        cache = "prefix cache" if self.prefix_cache else "no cache"
+        return ", ".join((self.kind, self.company, chunk, cache, *(["preempted"] if self.preempt else [])))
+
+
+FULL = [Case(*values) for values in product(KINDS, COMPANIES, CHUNKS, (True, False), (True, False))]
+
+
+def pairs(case: Case) -> set[tuple]:
+    """Every two settings that the case brings together."""
+    return set(combinations(enumerate(astuple(case)), 2))
+
+
+# Any two settings of different columns meet in one of these.
+PAIRWISE = [
+    Case("deepserve-tiny", "16 prompts", 7, True, True),
+    Case("deepserve-tiny", "alone", 64, False, True),
+    Case("deepserve-tiny", "16 prompts", None, False, False),
+    Case("v2", "16 prompts", 7, False, True),
+    Case("v2", "16 prompts", 64, True, False),
+    Case("v2", "alone", None, True, True),
+    Case("v2-lite", "alone", 7, False, False),
+    Case("v2-lite", "16 prompts", 64, True, True),
+    Case("v2-lite", "16 prompts", None, False, True),
+    Case("v3", "16 prompts", 7, True, False),
+    Case("v3", "16 prompts", 64, False, True),
+    Case("v3", "alone", None, True, True),
+    Case("moonlight", "16 prompts", 7, False, True),
+    Case("moonlight", "alone", 64, True, False),
+    Case("moonlight", "16 prompts", None, True, True),
+]
