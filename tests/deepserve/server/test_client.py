@@ -10,31 +10,11 @@ from deepserve import __version__
 from deepserve.engine.request import SamplingParams, SequenceOutput
 from deepserve.messages import Register
 from deepserve.server.client import EngineClient
-from deepserve.server.router import Router
 from deepserve.server.stats import Histogram
 from deepserve.server.stream import OutputStream
 from tests.deepserve.server.conftest import REGISTER, FakeEngine
 
 PROMPT = {"prompt": "Hi", "max_tokens": 6}
-
-
-class Rank:
-    def __init__(self, num_sequences: int):
-        self.num_sequences = num_sequences
-
-
-def test_router_takes_the_least_loaded():
-    ranks = [Rank(3), Rank(1), Rank(2)]
-    router = Router()
-    assert [router.pick(ranks) for _ in range(3)] == [ranks[1]] * 3
-    assert router.pick([]) is None
-
-
-def test_router_gives_equals_turns():
-    ranks = [Rank(1), Rank(1), Rank(5), Rank(1)]
-    router = Router()
-    picks = [ranks.index(router.pick(ranks)) for _ in range(6)]
-    assert sorted(picks) == [0, 0, 1, 1, 3, 3] and picks[:3] == picks[3:]
 
 
 def test_submit_and_stream(server):

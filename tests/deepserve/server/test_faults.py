@@ -213,7 +213,8 @@ def test_death_of_a_child_ends_the_server(serve, capfd):
     spawn.death = RankDeath(rank=2, pid=77, code=9)
     assert "exit code 9" in json.loads(running.result(10).text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"]
     assert server.wait_for_exit() == 9 and spawn.stopped
-    assert capfd.readouterr().err.splitlines()[-1] == "deepserve: rank 2 (pid 77) ended with exit code 9 and was not told to; the server stopped"
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == "deepserve: rank 2 (pid 77) ended with exit code 9 and was not told to; the server stopped"
 
 
 class FailingSpawn(DyingSpawn):
