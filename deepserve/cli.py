@@ -1,4 +1,4 @@
-"""`deepserve serve | generate`: the command line. Flags carry the names that users of vLLM know; SGLang's spellings are aliases."""
+"""`deepserve serve | generate | inspect`: the command line, by the names that users of vLLM know; SGLang's are aliases."""
 
 import json
 import sys
@@ -174,6 +174,36 @@ def generate(
             print(json.dumps({"prompt": text, "text": answer.text, "finish_reason": answer.finish_reason}, ensure_ascii=False))
         else:
             print(answer.text)
+
+
+@app.command()
+def inspect(
+    model: Model = _DEFAULTS.model,
+    revision: Revision = None,
+    dtype: Dtype = _DEFAULTS.dtype,
+    max_model_len: MaxModelLen = None,
+    device: Device = _DEFAULTS.device,
+    tensor_parallel_size: Tp = 1,
+    data_parallel_size: Dp = 1,
+    num_redundant_experts: Redundant = 0,
+    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: MaxTokens = _DEFAULTS.max_num_batched_tokens,
+    kv_cache_memory_bytes: CacheBytes = None,
+    memory_utilization: Utilization = _DEFAULTS.memory_utilization,
+) -> None:
+    """Show a model's sizes, what each rank would hold and what fits here, without loading weights. Exit code 1: it does not fit."""
+    args = _engine_args(locals())
+    from rich.console import Console
+
+    from deepserve.inspect import inspect_model, show
+
+    try:
+        report = inspect_model(args)
+    except ValueError as error:
+        _fail(str(error))
+    show(report, Console())
+    if report.refusals:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -285,6 +285,9 @@ class Runtime(Protocol):
     def default_cache_bytes(self) -> int | None:
         """Most bytes of KV pages to take when the user named none; None: all that the budget leaves."""
 
+    def num_sharing(self, num_ranks: int) -> int:
+        """How many of an instance's `num_ranks` ranks on this machine draw on the same memory as this one."""
+
     def compute_dtype(self, checkpoint_dtype: str) -> str:
         """What `dtype="auto"` means for a checkpoint stored in `checkpoint_dtype`: "float32" or "bfloat16"."""
 

@@ -31,8 +31,18 @@ class Routed:
 class MoELayer:
     """Routed and shared experts of one layer on one rank of the expert-parallel group."""
 
-    def __init__(self, config: MoEConfig, backend: Backend, placement: Placement, rank: int, *, prefix: str, dtype: torch.dtype):
-        device = backend.runtime.device
+    def __init__(
+        self,
+        config: MoEConfig,
+        backend: Backend,
+        placement: Placement,
+        rank: int,
+        *,
+        prefix: str,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        device = device or backend.runtime.device
         self.config, self.comm, self.placement = config, backend.expert_comm, placement
         self.gate = Gate(config, backend.ops, prefix=f"{prefix}.gate", device=device)
         self.router = Router(placement, device)

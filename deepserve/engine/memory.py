@@ -36,9 +36,13 @@ class MemoryBudget:
         return "\n".join([*lines, f"  {'number of pages':<20}{self.num_pages:>14,}"])
 
 
-def plan_memory(config: EngineConfig, spec: CacheSpec, runtime: Runtime, weight_bytes: int) -> MemoryBudget:
-    """Decide the number of pages. Raises ValueError with the table if a sequence of max_model_len tokens does not fit."""
+def plan_memory(config: EngineConfig, spec: CacheSpec, runtime: Runtime, weight_bytes: int, *, reserved_bytes: int = 0) -> MemoryBudget:
+    """Decide the number of pages. `reserved_bytes` of the memory that is free now will be taken by then, by weights yet to load.
+
+    Raises ValueError with the table if a sequence of max_model_len tokens does not fit.
+    """
     args, memory = config.args, runtime.memory()
+    free_bytes = memory.free_bytes - reserved_bytes
     page_bytes = spec.page_bytes(config.page_size)
     workspace_bytes = _workspace_bytes(config)
     # Every sequence at full length: more pages could only hold prefixes of sequences that left.
@@ -47,10 +51,11 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, runtime: Runtime, weight_
     if args.kv_cache_memory_bytes is not None:
         limit_bytes = args.kv_cache_memory_bytes
     else:
-        spare = int(memory.free_bytes * args.memory_utilization) - workspace_bytes
+        # Ranks that share this memory share what is free.
+        spare = int(free_bytes * args.memory_utilization) // runtime.num_sharing(config.parallel.num_ranks) - workspace_bytes
         limit_bytes = max(0, min(spare, runtime.default_cache_bytes() or spare, useful_bytes))
     num_pages = args.num_pages if args.num_pages is not None else limit_bytes // page_bytes
-    budget = MemoryBudget(memory.total_bytes, memory.free_bytes, weight_bytes, workspace_bytes, page_bytes, limit_bytes, num_pages)
+    budget = MemoryBudget(memory.total_bytes, free_bytes, weight_bytes, workspace_bytes, page_bytes, limit_bytes, num_pages)
     if num_pages < 1 or (num_pages < pages_per_seq and args.num_pages is None):
         raise ValueError(
             f"{num_pages} pages fit, but one sequence of max_model_len {config.max_model_len} tokens needs {pages_per_seq}; "

@@ -25,6 +25,7 @@ class Build:
     config: ModelConfig
     backend: Backend
     dtype: torch.dtype
+    device: torch.device
     parallel: ParallelConfig
     rank: int
     num_redundant_experts: int
@@ -35,7 +36,7 @@ class DecoderLayer:
     """Norm, attention, norm, MLP, with the residual carried beside the hidden state so that each add joins the next norm."""
 
     def __init__(self, build: Build, layer_idx: int):
-        config, ops, device = build.config, build.backend.ops, build.backend.runtime.device
+        config, ops, device = build.config, build.backend.ops, build.device
         prefix = f"model.layers.{layer_idx}"
         self.ops, self.eps, self.prefix = ops, config.rms_norm_eps, prefix
         self.input_norm = torch.empty(config.hidden_size, dtype=build.dtype, device=device)
@@ -53,7 +54,7 @@ class DecoderLayer:
             assert config.moe is not None
             placement = initial_placement(config.moe.num_experts, build.parallel.ep, build.num_redundant_experts)
             ep_rank = build.parallel.place(build.rank).ep
-            self.moe = MoELayer(config.moe, build.backend, placement, ep_rank, prefix=f"{prefix}.mlp", dtype=build.dtype)
+            self.moe = MoELayer(config.moe, build.backend, placement, ep_rank, prefix=f"{prefix}.mlp", dtype=build.dtype, device=device)
         else:
             self.dense = MLP(config.hidden_size, config.intermediate_size, ops, prefix=f"{prefix}.mlp", dtype=build.dtype, device=device)
 
@@ -97,11 +98,12 @@ class Decoder:
 
     def __init__(
         self, config: ModelConfig, backend: Backend, dtype: torch.dtype, *, parallel: ParallelConfig, rank: int, max_model_len: int,
-        num_redundant_experts: int,
+        num_redundant_experts: int, device: torch.device | None = None,
     ):  # fmt: skip
-        device = backend.runtime.device
+        """Allocates storage and fills none of it. `device`: where, if not the backend's own; "meta" for sizes only."""
+        device = device or backend.runtime.device
         rope = rope_table(config.mla, max_model_len, device)
-        build = Build(config, backend, dtype, parallel, rank, num_redundant_experts, rope)
+        build = Build(config, backend, dtype, device, parallel, rank, num_redundant_experts, rope)
         self.config, self.ops, self.dtype, self.tp = config, backend.ops, dtype, backend.tp
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [DecoderLayer(build, i) for i in range(config.num_layers)]

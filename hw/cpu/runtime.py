@@ -31,6 +31,9 @@ class CpuRuntime:
     def default_cache_bytes(self) -> int | None:
         return DEFAULT_CACHE_BYTES
 
+    def num_sharing(self, num_ranks: int) -> int:
+        return num_ranks
+
     def compute_dtype(self, checkpoint_dtype: str) -> str:
         # Without native bf16 instructions a bf16 product is emulated and slower than fp32.
         native = torch.backends.cpu.get_cpu_capability() == "AVX512" and "avx512_bf16" in Path("/proc/cpuinfo").read_text()
