@@ -178,3 +178,9 @@ def test_a_planted_error_is_found(plant, references, engine_for):
     plant(engine)
     with pytest.raises(AssertionError, match="the reference says"):
         compare(run_case(engine, case, references("v3")))
+
+
+def test_an_engine_whose_bits_depend_on_company_is_found(references, alone, engine_for):
+    case = Case("v3", "16 prompts", 7, prefix_cache=False, preempt=False)
+    with pytest.raises(AssertionError, match="prompt of"):
+        check_bits(engine_for(case, batch_invariant=False), case, references("v3"), alone("v3"))

@@ -87,6 +87,8 @@ def run(engine: Engine, references: list[Reference], *, n: int = 1, prompt_logpr
             if output.prompt_logprobs is not None:
                 answer.prompt_logprobs = [position.logprobs[0] for position in output.prompt_logprobs[1:]]
     _check_empty(engine.load())
+    for (_, index), answer in answers.items():
+        assert (answer.prompt_logprobs is not None) == (prompt_logprobs and index == 0), "prompt log-probabilities come with sequence 0"
     return [(references[int(request_id)], answer) for (request_id, _), answer in answers.items()]
 
 

@@ -133,6 +133,7 @@ def find(kind: str, folder: Path, seed: int) -> list[dict[str, list[int]]]:
 
 
 def main(kinds: list[str]) -> None:
+    torch.set_num_threads(1)  # the matrices are too small to be worth sharing
     data = json.loads(DATA.read_text()) if DATA.exists() else {}
     with tempfile.TemporaryDirectory() as root:
         for kind in kinds:
