@@ -118,6 +118,7 @@ def serve(
         host=host,
         port=port,
         num_engines=data_parallel_size,
+        engine_silence_limit_s=step_timeout_s,
         api_key=tuple(api_key or ()),
         chat_template=chat_template,
         generation_config=generation_config,

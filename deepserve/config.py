@@ -39,7 +39,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_dispatch_tokens_per_rank: int = 128  # cap of the low-latency expert dispatch
     batch_invariant: bool = False
     num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
-    step_timeout_s: float = 120.0  # a rank that does not finish a step in this time is taken for lost, and its instance ends
+    step_timeout_s: float = 120.0  # a rank that is silent, or late to a collective, for this long is lost, and its instance ends
+    on_rank_death: str = "fail"  # what becomes of an instance when a rank dies
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -155,6 +155,11 @@ class EngineClient:
     def abort(self, stream: OutputStream):
         stream.close(time.perf_counter())
 
+    @property
+    def silent(self) -> str | None:
+        """Name of an engine that was dropped for silence and has not spoken since."""
+        return next((engine.name for engine in self._lost.values()), None)
+
     def fail_all(self, reason: str):
         """End every request with an error output and forget all engines."""
         for engine in list(self.engines.values()):

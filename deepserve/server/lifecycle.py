@@ -103,6 +103,11 @@ class Frontend:
                 if death is not None:
                     self._finish(death.code if 0 < death.code < 256 else 1, f"{death} and was not told to; the server stopped")
                     return
+                if self._spawn is not None and self.client.silent:
+                    # Its process lives, so it hangs or is suspended; requests have failed already and new ones would find nobody.
+                    limit_s = self.options.engine_silence_limit_s
+                    self._finish(1, f"{self.client.silent} made no progress for {limit_s:g} s; the server stopped")
+                    return
                 if not said_ready and self.state.ready:
                     said_ready = True
                     _say("ready")
