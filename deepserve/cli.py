@@ -46,6 +46,7 @@ Threads = Annotated[int | None, _option("--num-threads", help="CPU threads of a 
 StepTimeout = Annotated[
     float, _option("--step-timeout-s", "--watchdog-timeout", help="Seconds after which a rank that hangs counts as lost.", panel=_ENGINE)
 ]
+OnRankDeath = Annotated[str, _option("--on-rank-death", help="fail: the instance ends, non-zero, naming the rank.", panel=_ENGINE)]
 MaxNumSeqs = Annotated[int, _option("--max-num-seqs", "--max-running-requests", help="Most sequences in a step.", panel=_CACHE)]
 MaxTokens = Annotated[int, _option("--max-num-batched-tokens", help="Most tokens in a step.", panel=_CACHE)]
 Chunked = Annotated[bool, _option("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Cut long prompts.", panel=_CACHE)]
@@ -97,6 +98,7 @@ def serve(
     kv_cache_memory_bytes: CacheBytes = None,
     memory_utilization: Utilization = _DEFAULTS.memory_utilization,
     step_timeout_s: StepTimeout = _DEFAULTS.step_timeout_s,
+    on_rank_death: OnRankDeath = _DEFAULTS.on_rank_death,
 ) -> None:
     """Serve a model over the OpenAI API. SIGTERM or Ctrl-C finishes what runs; a second one stops at once."""
     args = _engine_args(locals())

@@ -13,6 +13,7 @@ from hw.topology import ParallelConfig
 PAGE_SIZE = 64
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
+RANK_DEATH_POLICIES = ("fail",)  # the instance ends, non-zero, naming the rank
 
 
 class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +88,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
         if model.mla.num_heads % args.tensor_parallel_size:
             raise ValueError(f"tensor_parallel_size {args.tensor_parallel_size} does not divide the model's {model.mla.num_heads} heads")
+        if args.on_rank_death not in RANK_DEATH_POLICIES:
+            raise ValueError(f"on_rank_death must be one of {', '.join(RANK_DEATH_POLICIES)}, got {args.on_rank_death!r}")
         if not 0.0 < args.step_timeout_s < float("inf"):
             raise ValueError(f"step_timeout_s must be a number above 0, got {args.step_timeout_s}")
         parallel = ParallelConfig(dp=args.data_parallel_size, tp=args.tensor_parallel_size)
