@@ -130,7 +130,7 @@ def test_refusals_start_nothing(llm: LLM, prompts, params, sentence: str):
 
 
 def test_failed_step_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    def broken(_plan):
+    def broken(*_):
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:

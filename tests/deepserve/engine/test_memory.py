@@ -30,6 +30,9 @@ class FakeRuntime:
     def default_cache_bytes(self) -> int | None:
         return self.cache_bytes
 
+    def num_sharing(self, num_ranks: int) -> int:
+        return num_ranks
+
 
 def budget_of(free_bytes: int = 32 * GIB, cache_bytes: int | None = None, **args) -> MemoryBudget:
     config = EngineConfig.resolve(EngineArgs(**args), "here", MODEL)
@@ -82,3 +85,9 @@ def test_a_shortfall_is_refused_with_the_table(args):
     assert lines["device memory"] == "65,536.00 MiB" and lines["weights"] == "7.00 MiB"
     assert lines["one page"] == "0.12 MiB" and lines["number of pages"] == str(num_pages)
     assert {"free after weights", "workspace", "limit for pages", "pages"} <= set(lines)
+
+
+def test_ranks_of_one_memory_share_what_is_free():
+    alone, shared = budget_of(free_bytes=8 * GIB), budget_of(free_bytes=8 * GIB, data_parallel_size=4)
+    assert alone.limit_bytes + alone.workspace_bytes == int(8 * GIB * 0.9)
+    assert shared.limit_bytes + shared.workspace_bytes == int(8 * GIB * 0.9) // 4
