@@ -88,7 +88,7 @@ def test_a_shortfall_is_refused_with_the_table(args):
 
 
 def test_ranks_of_one_memory_share_what_is_free():
-    args = {"free_bytes": 8 * GIB, "max_num_seqs": 1 << 16}
+    args = {"free_bytes": 8 * GIB, "max_num_seqs": 2048}
     alone, shared = budget_of(**args), budget_of(**args, data_parallel_size=4)
     assert alone.limit_bytes + alone.workspace_bytes == int(8 * GIB * 0.9)
     assert shared.limit_bytes + shared.workspace_bytes == int(8 * GIB * 0.9) // 4
