@@ -25,7 +25,7 @@ class Rendezvous:
     """Where the ranks of an instance meet, and how they reach each other."""
 
     store: Any  # torch.distributed.Store; lives in a process that no rank's death takes along
-    timeout_s: float  # of every collective: the longest that a peer may be late
+    timeout_s: float  # of every collective until `set_timeout`: the longest that a peer may be late
     interface: str | None = None  # network interface; None: loopback
 
 
@@ -39,6 +39,11 @@ class Group:
         if self.size > 1:
             assert rendezvous is not None, f"group {name} of {self.size} ranks without a rendezvous"
             self._gloo = _open_gloo(name, self.rank, self.size, rendezvous)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on a peer may be this late; every rank of the group says so at the same point."""
+        if self._gloo is not None:
+            self._gloo._set_default_timeout(timedelta(seconds=timeout_s))
 
     def all_gather_ints(self, values: list[int]) -> list[list[int]]:
         """The same number of integers from every rank, in rank order."""
@@ -59,11 +64,12 @@ class Group:
         return self.broadcast(buffer, root).numpy().tobytes() if int(num) else b""
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """The root's tensor, in place."""
+        """The root's contiguous tensor, in place. Any dtype: the wire carries bytes."""
         if self.size > 1 and tensor.numel():
             options = dist.BroadcastOptions()
             options.rootRank = root
-            self._run(lambda: self._gloo.broadcast([tensor], options))
+            wire = tensor.view(-1).view(torch.uint8)
+            self._run(lambda: self._gloo.broadcast([wire], options))
         return tensor
 
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -130,6 +136,11 @@ class Groups:
     def is_leader(self) -> bool:
         """Whether this rank schedules for its TP group."""
         return self.tp.rank == 0
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on a peer may be this late in any of the groups."""
+        for group in (self.world, self.tp, self.ep):
+            group.set_timeout(timeout_s)
 
 
 def open_groups(parallel: ParallelConfig, rank: int, rendezvous: Rendezvous | None = None) -> Groups:

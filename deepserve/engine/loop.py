@@ -31,7 +31,7 @@ logger = logging.getLogger("deepserve.engine")
 
 HEARTBEAT_S = 1.0
 LINGER_MS = 1000  # for the last messages to leave
-START_TIMEOUT_S = 300.0  # for all ranks of an instance to come together
+START_TIMEOUT_S = 300.0  # by which ranks of an instance may differ in starting and in loading
 EXIT_ORPHANED = 3  # the process that started this rank is gone
 EXIT_PEER_LOST = 4  # this rank is well, another one is not
 
@@ -228,7 +228,7 @@ def _rendezvous(options: RankOptions) -> Rendezvous | None:
         assert kind == "tcp", options.rendezvous
         host, port, prefix = rest.rsplit(":", 2)
         store = dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=START_TIMEOUT_S)))
-    return Rendezvous(store, options.args.step_timeout_s, options.interface)
+    return Rendezvous(store, START_TIMEOUT_S, options.interface)
 
 
 def main() -> int:
@@ -245,6 +245,7 @@ def main() -> int:
         addresses = groups.world.broadcast_bytes(msgspec.msgpack.encode(options.frontends) if options.rank == 0 else None)
         options = msgspec.structs.replace(options, frontends=msgspec.msgpack.decode(addresses, type=list[str]))
         loop = EngineLoop(Engine(config, groups), options, context)
+        groups.set_timeout(options.args.step_timeout_s)
     except ValueError as error:
         print(f"deepserve: rank {options.rank} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
