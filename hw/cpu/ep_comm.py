@@ -72,7 +72,8 @@ class GlooExpertComm:
 
         if not isinstance(x, QuantTensor):
             return swap(x)
-        data, scale = swap(x.data.view(torch.uint8)).view(x.data.dtype), swap(x.scale)
+        # Plain bytes: torch cannot index every float8 type.
+        data, scale = (swap(part.contiguous().view(torch.uint8)).view(part.dtype) for part in (x.data, x.scale))
         return dequantize(QuantTensor(data, scale, x.format, x.block), torch.bfloat16)
 
     def _lay_out(self, rows: torch.Tensor, experts: torch.Tensor, step: ExpertStep, num_local_experts: int, way_home) -> Dispatched:
