@@ -61,7 +61,7 @@ class Lockstep:
         self.wakeups = context.socket(zmq.PULL)
         self.wakeups.setsockopt(zmq.LINGER, 0)
         port = self.wakeups.bind_to_random_port("tcp://127.0.0.1")
-        # Whoever knows the key is a peer; a stranger on the port can at most cause one needless vote.
+        # Whoever knows the key is a peer. A stranger on the port must not wake one rank alone: its vote would wait for the others.
         self._key = groups.world.broadcast_bytes(secrets.token_bytes(16) if groups.world.rank == 0 else None)
         self._peers = []
         for rank, (peer_port,) in enumerate(groups.world.all_gather_ints([port])):
@@ -101,18 +101,25 @@ class Lockstep:
                 break
         poller.unregister(self.wakeups)
         if self.wakeups not in ready:
-            for peer in self._peers:
-                peer.send(self._key + self._num_parks.to_bytes(8, "little"))
+            self._wake_peers()
+
+    def _wake_peers(self) -> None:
+        for peer in self._peers:
+            peer.send(self._note())
+
+    def _note(self) -> bytes:
+        """What wakes from this park. All ranks count parks alike, since all park after the same vote."""
+        return self._key + self._num_parks.to_bytes(8, "little")
 
     def _take_wakeups(self) -> bool:
-        """Read all that is there; whether one of them means this park. All ranks count parks alike, since all park after the same vote."""
+        """Read all that is there; whether one of them means this park."""
         meant = False
         while True:
             try:
                 note = self.wakeups.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return meant
-            meant = meant or note == self._key + self._num_parks.to_bytes(8, "little")
+            meant = meant or note == self._note()
 
     def close(self) -> None:
         for socket in (self.wakeups, *self._peers):
