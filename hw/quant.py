@@ -26,47 +26,54 @@ ScaleFormat = Literal["fp32", "ue8m0"]
 
 @dataclass(frozen=True, eq=False)
 class QuantTensor:
-    """A matrix as e4m3 data and one scale per block."""
+    """A matrix, or one for each expert, as e4m3 data and one scale per block."""
 
-    data: torch.Tensor  # [rows, cols] float8_e4m3fn
-    scale: torch.Tensor  # [ceil(rows / block[0]), ceil(cols / block[1])] float32, or float8_e8m0fnu if ue8m0
+    data: torch.Tensor  # [rows, cols] or [E, rows, cols] float8_e4m3fn
+    scale: torch.Tensor  # [(E,) ceil(rows / block[0]), ceil(cols / block[1])] float32, or float8_e8m0fnu if ue8m0
     format: ScaleFormat = "fp32"  # ue8m0: every scale is a power of two, whatever the dtype that stores it
     block: tuple[int, int] = (128, 128)
 
     def __post_init__(self):
-        assert self.data.ndim == 2 and self.data.dtype == torch.float8_e4m3fn, f"{self.data.dtype} of shape {tuple(self.data.shape)}"
+        assert self.data.ndim in (2, 3) and self.data.dtype == torch.float8_e4m3fn, f"{self.data.dtype} of shape {tuple(self.data.shape)}"
         assert self.scale.shape == scale_shape(self.data.shape, self.block), (
             f"scale {tuple(self.scale.shape)} of data {tuple(self.data.shape)} in blocks of {self.block}"
         )
 
+    def expert(self, e: int) -> "QuantTensor":
+        """The matrix of one expert; a view."""
+        return QuantTensor(self.data[e], self.scale[e], self.format, self.block)
 
-def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """How many blocks a matrix of `shape` has; ragged ones count."""
-    rows, cols = shape
-    return -(-rows // block[0]), -(-cols // block[1])
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """How many blocks a matrix of `shape` has; ragged ones count, a dimension of experts stays."""
+    *experts, rows, cols = shape
+    return *experts, -(-rows // block[0]), -(-cols // block[1])
 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """`data * scale` in fp32, then one rounding to `dtype`. [rows, cols]"""
+    """`data * scale` in fp32, then one rounding to `dtype`. Shaped like the data."""
     return dequantize_slice(q.data, q.scale, q.block).to(dtype)
 
 
 def dequantize_slice(
     data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], origin: tuple[int, int] = (0, 0)
-) -> torch.Tensor:  # [rows, cols] float32
+) -> torch.Tensor:  # shape of data, float32
     """Dequantise a piece of a matrix that starts at `origin` within the first block of `scale`.
 
     A slice of a weight need not start at a block's edge: TP shards cut heads, whose rows are not always multiples of 128.
     """
     rows, cols = (
-        torch.arange(first, first + size, device=data.device) // step for first, size, step in zip(origin, data.shape, block, strict=True)
+        torch.arange(first, first + size, device=data.device) // step
+        for first, size, step in zip(origin, data.shape[-2:], block, strict=True)
     )
     # Widen the few scales first, then copy whole rows: one gather over both axes is several times slower.
-    return data.float().mul_(scale.float()[:, cols].index_select(0, rows))
+    return data.float().mul_(scale.float()[..., cols].index_select(-2, rows))
 
 
 def quantize_weight_blocks(w: torch.Tensor, block: tuple[int, int] = (128, 128), ue8m0: bool = False) -> QuantTensor:
-    """Quantise a weight `[N, K]` in square blocks."""
+    """Quantise a weight `[N, K]`, or `[E, N, K]` of experts, in square blocks."""
+    if w.ndim == 3:
+        return _stack([quantize_weight_blocks(expert, block, ue8m0) for expert in w])
     rows, cols = w.shape
     block_rows, block_cols = scale_shape(w.shape, block)
     padded = w.new_zeros(block_rows * block[0], block_cols * block[1], dtype=torch.float32)
@@ -80,6 +87,11 @@ def quantize_weight_blocks(w: torch.Tensor, block: tuple[int, int] = (128, 128),
 def quantize_activation(x: torch.Tensor, group: int = 128, ue8m0: bool = False) -> QuantTensor:
     """Quantise activations `[num_tokens, K]`, each token by itself in groups of `group` consecutive channels."""
     return quantize_weight_blocks(x, (1, group), ue8m0)
+
+
+def _stack(experts: list[QuantTensor]) -> QuantTensor:
+    first = experts[0]
+    return QuantTensor(torch.stack([e.data for e in experts]), torch.stack([e.scale for e in experts]), first.format, first.block)
 
 
 def _scales(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:

@@ -4,7 +4,7 @@ from hw.api import Backend
 from hw.groups import Groups, open_groups
 from hw.topology import ParallelConfig
 
-NAMES = ("cpu",)
+NAMES = ("cpu", "cuda")
 
 
 def open_backend(
@@ -20,10 +20,17 @@ def open_backend(
     Raises ValueError for an unknown name, Unsupported for a flag that it cannot promise.
     """
     groups = groups or open_groups(ParallelConfig(), 0)
+    options = {
+        "batch_invariant": batch_invariant,
+        "max_dispatch_tokens_per_rank": max_dispatch_tokens_per_rank,
+        "num_threads": num_threads,
+    }
     if name == "cpu":
         from hw.cpu.backend import open_cpu
 
-        return open_cpu(
-            groups, batch_invariant=batch_invariant, max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank, num_threads=num_threads
-        )
+        return open_cpu(groups, **options)
+    if name == "cuda":
+        from hw.cuda.backend import open_cuda
+
+        return open_cuda(groups, **options)
     raise ValueError(f"unknown device {name!r}, known are: {', '.join(NAMES)}")

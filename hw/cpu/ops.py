@@ -3,7 +3,7 @@
 import torch
 
 from hw.api import LatentDims, PenaltyInputs, SampleInputs, Segments
-from hw.cpu.reference.ops import ReferenceOps, _expert, softmax_or_zero
+from hw.cpu.reference.ops import ReferenceOps, _expert, num_outputs, softmax_or_zero
 from hw.cpu.reference.philox import gumbel_noise
 
 # Most fp32 scores that one attention product may hold, in elements; bounds memory whatever the lengths.
@@ -86,7 +86,7 @@ class CpuOps(ReferenceOps):
         return context_len > 0 and absorbed < naive
 
     def grouped_linear(self, x, weight, counts):
-        out = x.new_empty(x.shape[0], weight.shape[1])
+        out = x.new_empty(x.shape[0], num_outputs(weight))
         low = 0
         for e, count in enumerate(counts):
             if count:
@@ -95,7 +95,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def grouped_linear_masked(self, x, weight, counts):
-        out = x.new_zeros(x.shape[0], x.shape[1], weight.shape[1])
+        out = x.new_zeros(x.shape[0], x.shape[1], num_outputs(weight))
         for e, count in enumerate(counts.tolist()):
             if count:
                 out[e, :count] = self.linear(x[e, :count], _expert(weight, e))

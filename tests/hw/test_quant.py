@@ -111,3 +111,20 @@ def test_bfloat16_input_is_quantised_from_its_exact_values():
 def test_a_scale_of_another_shape_is_an_error_of_ours():
     with pytest.raises(AssertionError, match="scale"):
         QuantTensor(torch.zeros(576, 128, dtype=torch.float8_e4m3fn), torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_experts_are_quantised_each_by_itself(ue8m0: bool):
+    w = _random(3, 130, 200) * torch.tensor([1.0, 50.0, 0.02])[:, None, None]
+    q = quantize_weight_blocks(w, (64, 128), ue8m0)
+    assert q.data.shape == w.shape and q.scale.shape == scale_shape(w.shape, (64, 128)) == (3, 3, 2)
+    for e in range(3):
+        one = quantize_weight_blocks(w[e], (64, 128), ue8m0)
+        assert torch.equal(q.expert(e).data.float(), one.data.float()) and torch.equal(q.expert(e).scale, one.scale)
+        assert (q.expert(e).block, q.expert(e).format) == (one.block, one.format)
+        assert torch.equal(dequantize(q)[e], dequantize(one))
+
+
+def test_a_scale_without_its_experts_is_an_error_of_ours():
+    with pytest.raises(AssertionError, match="scale"):
+        QuantTensor(torch.zeros(2, 128, 128, dtype=torch.float8_e4m3fn), torch.ones(1, 1))

@@ -3,24 +3,38 @@
 The distribution test is also run on samplers with a planted mistake, each of which it must reject.
 """
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from hw.api import Ops, SampleInputs
+from hw.api import SampleInputs
 from hw.cpu.ops import CpuOps
 from hw.cpu.reference import philox
 from hw.cpu.reference.ops import ReferenceOps
 from hw.select import open_backend
+from hw.testing import available_backends
 
+OPENED = {name: open_backend(name) for name in available_backends()}
 VARIANTS = {
     "reference": ReferenceOps(),
-    "cpu": open_backend("cpu").ops,
     "cpu-invariant": open_backend("cpu", batch_invariant=True).ops,
+    **{name: backend.ops for name, backend in OPENED.items()},
 }
+DEVICES = {name: backend.runtime.device for name, backend in OPENED.items()}
+
+
+def sample(name: str, logits: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
+    """Tokens on the CPU, whatever the device of the variant."""
+    device = DEVICES.get(name, torch.device("cpu"))
+    fields = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in fields.items()}
+    return VARIANTS[name].sample(logits.to(device), SampleInputs(**moved)).cpu()
 
 
 def processed(logits: np.ndarray, temperature: float, top_k: float, top_p: float, min_p: float) -> np.ndarray:
@@ -50,7 +64,7 @@ def test_every_draw_is_the_best_noisy_token_that_brute_force_keeps(name: str):
     top_p = torch.where(torch.rand(num_rows) < 0.7, torch.rand(num_rows), 1.0)
     min_p = torch.where(torch.rand(num_rows) < 0.5, torch.rand(num_rows), 0.0)
     keys = torch.randint(0, 2**62, (num_rows,)), torch.randint(0, 4, (num_rows,)), torch.randint(0, 999, (num_rows,))
-    tokens = VARIANTS[name].sample(logits, SampleInputs(temperature, top_k, top_p, min_p, *keys, True, True))
+    tokens = sample(name, logits, SampleInputs(temperature, top_k, top_p, min_p, *keys, True, True))
     noise = philox.gumbel_noise(*keys, vocab).numpy()
     kept_sizes = set()
     for i in range(num_rows):
@@ -69,7 +83,7 @@ def test_borders_of_the_filters(name: str):
         num = 100
         ones, none = torch.ones(num), torch.zeros(num, dtype=torch.int64)
         inputs = SampleInputs(ones, none + top_k, ones * top_p, ones * min_p, torch.arange(num), none, none, True, True)
-        return set(VARIANTS[name].sample(logits.expand(num, -1).contiguous(), inputs).tolist())
+        return set(sample(name, logits.expand(num, -1).contiguous(), inputs).tolist())
 
     assert kept() == kept(top_k=3) == kept(top_k=4) == kept(top_k=99) == {0, 1, 2, 3}  # top-k 3: the fourth ties with the third
     assert kept(top_k=2) == {0, 1}
@@ -82,30 +96,32 @@ def test_borders_of_the_filters(name: str):
     assert kept(min_p=0.3, top_p=0.66) == {0}
 
 
-def test_greedy_and_sampled_rows_share_a_batch():
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_and_sampled_rows_share_a_batch(name: str):
     logits = torch.randn(40, 50)
     temperature = (torch.arange(40) % 2).float()
     ones, none = torch.ones(40), torch.zeros(40, dtype=torch.int64)
-    tokens = CpuOps().sample(logits, SampleInputs(temperature, none, ones, 0 * ones, torch.arange(40), none, none, True, False))
+    tokens = sample(name, logits, SampleInputs(temperature, none, ones, 0 * ones, torch.arange(40), none, none, True, False))
     greedy = logits.argmax(-1)
     assert torch.equal(tokens[::2], greedy[::2])
     assert not torch.equal(tokens[1::2], greedy[1::2])
 
 
+Draw = Callable[[torch.Tensor, SampleInputs], torch.Tensor]
 NUM_DRAWS, VOCAB = 20_000, 16
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 7, 0.9, 0.02
 # (sequence index, position) of the three draws that one seed makes.
 PLACES = {"consecutive positions": [(0, 41), (0, 42), (0, 43)], "sequences of one request": [(0, 41), (1, 41), (2, 41)]}
 
 
-def draws(ops: Ops, logits: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor:
+def draws(draw: Draw, logits: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor:
     """Tokens `[NUM_DRAWS, 3]`: neighbouring seeds, each drawing from logits `[3, VOCAB]` at the three places."""
     num_rows = NUM_DRAWS * 3
     sequence, position = (torch.tensor(column).repeat(NUM_DRAWS) for column in zip(*places, strict=True))
     ones, seed = torch.ones(num_rows), torch.arange(NUM_DRAWS).repeat_interleave(3)
     filters = torch.full((num_rows,), TOP_K), TOP_P * ones, MIN_P * ones
     inputs = SampleInputs(TEMPERATURE * ones, *filters, seed, sequence, position, True, True)
-    return ops.sample(logits.repeat(NUM_DRAWS, 1), inputs).view(NUM_DRAWS, 3)
+    return draw(logits.repeat(NUM_DRAWS, 1), inputs).view(NUM_DRAWS, 3)
 
 
 def chi_square(tokens: torch.Tensor, probs: list[np.ndarray]) -> tuple[float, float]:
@@ -167,17 +183,17 @@ PLANTED = {
 }
 
 
-def joint_test(ops: Ops, places: str) -> tuple[float, float]:
+def joint_test(draw: Draw, places: str) -> tuple[float, float]:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)) * 1.5
     probs = [processed(row.double().numpy(), TEMPERATURE, TOP_K, TOP_P, MIN_P) for row in logits]
     assert all(3 <= (p > 0).sum() <= 7 for p in probs), "the filters should bite without leaving one token"
-    return chi_square(draws(ops, logits, PLACES[places]), probs)
+    return chi_square(draws(draw, logits, PLACES[places]), probs)
 
 
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("name", ["cpu", "cpu-invariant"])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "reference"])
 def test_joint_distribution_is_the_product(name: str, places: str):
-    statistic, threshold = joint_test(VARIANTS[name], places)
+    statistic, threshold = joint_test(partial(sample, name), places)
     assert statistic < threshold
 
 
@@ -185,5 +201,5 @@ def test_joint_distribution_is_the_product(name: str, places: str):
 def test_the_distribution_test_rejects(mistake: str, monkeypatch: pytest.MonkeyPatch):
     ops, noise, places = PLANTED[mistake]
     monkeypatch.setattr("hw.cpu.ops.gumbel_noise", noise)
-    statistic, threshold = joint_test(ops, places)
+    statistic, threshold = joint_test(ops.sample, places)
     assert statistic > 1.2 * threshold

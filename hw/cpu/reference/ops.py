@@ -157,6 +157,9 @@ def softmax_or_zero(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _expert(weight: Matrix, e: int) -> Matrix:
-    if isinstance(weight, QuantTensor):
-        return QuantTensor(weight.data[e], weight.scale[e], weight.format)
-    return weight[e]
+    return weight.expert(e) if isinstance(weight, QuantTensor) else weight[e]
+
+
+def num_outputs(weight: Matrix) -> int:
+    """N of a weight `[..., N, K]`."""
+    return (weight.data if isinstance(weight, QuantTensor) else weight).shape[-2]

@@ -1,0 +1,140 @@
+"""Latent attention: FlashMLA where it fits, Triton kernels for the rest."""
+
+from types import ModuleType
+
+import torch
+import triton
+
+from hw.api import LatentDims, Segments
+from hw.cuda.elementwise import num_warps
+from hw.cuda.triton_decode import decode_kernel, join_splits_kernel
+from hw.cuda.triton_elementwise import latent_gather_kernel, latent_write_kernel
+from hw.cuda.triton_prefill import merge_kernel, prefill_kernel
+
+# What FlashMLA's dense decode is compiled for.
+FLASH_LATENT, FLASH_ROPE, FLASH_PAGE = 512, 64, 64
+# Programs that fill the GPU, and the most pieces a sequence is cut into.
+_WANTED_PROGRAMS, _MAX_SPLITS = 264, 64
+_GATHER_ROWS = 16
+
+
+class AttentionOps:
+    """See `hw.api.Ops`. `flash_mla`: the library, or None to run every shape on our own kernels."""
+
+    def __init__(self, flash_mla: ModuleType | None):
+        self._flash_mla = flash_mla
+
+    def latent_write(self, kv, norm_weight, eps, positions, table, cache, slots):
+        rank, dim, num_tokens = norm_weight.shape[0], cache.shape[-1], kv.shape[0]
+        assert kv.shape[1] == dim and kv.stride(1) == 1 and cache.is_contiguous() and cache.dtype == kv.dtype, (kv.shape, cache.shape)
+        latent = torch.empty((num_tokens, rank), dtype=kv.dtype, device=kv.device)
+        key = torch.empty((num_tokens, dim - rank), dtype=kv.dtype, device=kv.device)
+        if num_tokens:
+            half = (dim - rank) // 2
+            latent_write_kernel[(num_tokens,)](
+                kv, norm_weight, positions, table, slots, cache, latent, key, kv.stride(0), rank, half, eps,
+                BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(half),
+            )  # fmt: skip
+        return latent, key
+
+    def latent_gather(self, cache, page_table, first, lens):
+        page_size, dim = cache.shape[1:]
+        assert cache.is_contiguous() and (page_table.stride(1) == 1 or not page_table.numel()), (cache.shape, page_table.stride())
+        out = torch.empty((sum(lens), dim), dtype=cache.dtype, device=cache.device)
+        if not out.shape[0]:
+            return out
+        lengths = torch.tensor(lens)
+        places = torch.stack((torch.tensor(first), lengths, lengths.cumsum(0) - lengths)).to(cache.device)
+        grid = (len(lens), triton.cdiv(max(lens), _GATHER_ROWS))
+        latent_gather_kernel[grid](
+            cache, page_table, places, out, len(lens), page_table.stride(0), page_size, dim,
+            ROWS=_GATHER_ROWS, BLOCK_DIM=triton.next_power_of_2(dim),
+        )  # fmt: skip
+        return out
+
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale):
+        num_seqs, query_len, num_heads, dim = q.shape
+        assert q.stride(3) == 1 and cache.is_contiguous() and q.dtype == cache.dtype, (q.stride(), q.dtype, cache.dtype)
+        if not num_seqs:
+            out = torch.empty((0, query_len, num_heads, kv_lora_rank), dtype=q.dtype, device=q.device)
+            return out, torch.empty(out.shape[:3], device=q.device)
+        rope, page_size = dim - kv_lora_rank, cache.shape[1]
+        fits = (kv_lora_rank, rope, page_size, q.dtype) == (FLASH_LATENT, FLASH_ROPE, FLASH_PAGE, torch.bfloat16)
+        if self._flash_mla is not None and fits and page_table.shape[1]:
+            return self._flash_decode(q, cache, page_table, seq_lens, scale)
+        return self._triton_decode(q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale)
+
+    def _flash_decode(self, q, cache, page_table, seq_lens, scale):
+        schedule, _ = self._flash_mla.get_mla_metadata()
+        out, lse = self._flash_mla.flash_mla_with_kvcache(
+            q, cache.unsqueeze(2), page_table, seq_lens, FLASH_LATENT, schedule, softmax_scale=scale, causal=True
+        )
+        # FlashMLA gives a query that sees nothing +inf.
+        lse = lse.transpose(1, 2)
+        return out, torch.where(lse == torch.inf, -torch.inf, lse)
+
+    def _triton_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale):
+        num_seqs, query_len, num_heads, dim = q.shape
+        num_rows, wide, fp32 = query_len * num_heads, kv_lora_rank >= 256, q.dtype == torch.float32
+        block_m = 16 if fp32 or num_rows <= 16 else (32 if wide or num_rows <= 32 else 64)
+        block_n = 16 if fp32 and wide else 32 if fp32 or wide else 64
+        block_l = max(16, triton.next_power_of_2(kv_lora_rank))
+        num_blocks = triton.cdiv(num_rows, block_m)
+        num_splits = max(1, min(_WANTED_PROGRAMS // (num_seqs * num_blocks), max_seq_len // (4 * block_n), _MAX_SPLITS))
+        final = torch.empty((num_seqs, query_len, num_heads, kv_lora_rank), dtype=q.dtype, device=q.device)
+        lse = torch.empty((num_seqs, query_len, num_heads), device=q.device)
+        parts, part_lse = final, lse
+        if num_splits > 1:
+            parts = torch.empty((num_splits, *final.shape), device=q.device)
+            part_lse = torch.empty((num_splits, *lse.shape), device=q.device)
+        decode_kernel[(num_seqs, num_blocks, num_splits)](
+            q, cache, page_table, seq_lens, parts, part_lse, q.stride(0), q.stride(1), q.stride(2), page_table.stride(0),
+            num_heads, num_rows, query_len, cache.shape[1], kv_lora_rank, dim - kv_lora_rank, scale, num_splits,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_L=block_l, BLOCK_R=max(16, triton.next_power_of_2(dim - kv_lora_rank)),
+            num_warps=8 if wide else 4, num_stages=2,
+        )  # fmt: skip
+        if num_splits > 1:
+            join_splits_kernel[(num_seqs * num_rows,)](
+                parts, part_lse, final, lse, num_seqs * num_rows, kv_lora_rank, num_splits,
+                BLOCK_SPLITS=triton.next_power_of_2(num_splits), BLOCK_L=block_l,
+            )  # fmt: skip
+        return final, lse
+
+    def mla_prefill(self, q, k, v, q_segments: Segments, k_segments: Segments, scale, causal):
+        num_tokens, num_heads, key_dim = q.shape
+        value_dim = v.shape[2]
+        assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+        out = torch.empty((num_tokens, num_heads, value_dim), dtype=q.dtype, device=q.device)
+        lse = torch.empty((num_tokens, num_heads), device=q.device)
+        if not num_tokens:
+            return out, lse
+        fp32 = q.dtype == torch.float32
+        longest = max(q_segments.lens)
+        block_m = 16 if fp32 or longest <= 16 else 64 if longest <= 64 else 128
+        # The key dim in two parts: the largest power of two within it, and what is left.
+        part_a = max(16, 1 << (key_dim.bit_length() - 1))
+        part_b = 0 if key_dim <= part_a else max(16, triton.next_power_of_2(key_dim - part_a))
+        grid = (triton.cdiv(longest, block_m), num_heads, len(q_segments.lens))
+        prefill_kernel[grid](
+            q, k, v, q_segments.starts, k_segments.starts, out, lse, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+            v.stride(0), v.stride(1), num_heads, key_dim, value_dim, scale,
+            CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=32 if fp32 else 64, BLOCK_A=part_a, BLOCK_B=part_b,
+            BLOCK_V=max(16, triton.next_power_of_2(value_dim)), num_warps=8 if block_m == 128 else 4, num_stages=1 if fp32 else 2,
+        )  # fmt: skip
+        return out, lse
+
+    def merge_attention(self, out_a, lse_a, out_b, lse_b):
+        out_a, lse_a, out_b, lse_b = (x.contiguous() for x in (out_a, lse_a, out_b, lse_b))
+        out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+        if out.numel():
+            block = triton.next_power_of_2(out.shape[-1])
+            merge_kernel[(lse.numel(),)](
+                out_a, lse_a, out_b, lse_b, out, lse, out.shape[-1], BLOCK=block, num_warps=num_warps(block)
+            )  # fmt: skip
+        return out, lse
+
+    def prefers_absorbed(self, query_len, context_len, dims: LatentDims):
+        # Per head and context token: absorbed pays 2L + r multiplications a query, naive pays the expansion once and n + r + v a query.
+        absorbed = query_len * (2 * dims.latent + dims.rope)
+        naive = dims.latent * (dims.nope + dims.value) + query_len * (dims.nope + dims.rope + dims.value)
+        return context_len > 0 and absorbed < naive

@@ -1,0 +1,64 @@
+"""Ops that pass once over rows, in Triton."""
+
+import torch
+import triton
+
+from hw.cuda.triton_elementwise import rms_norm_kernel, rope_kernel, silu_mul_kernel
+
+
+def num_warps(block: int) -> int:
+    """Of a program that holds one row of `block` elements."""
+    return min(16, max(1, block // 512))
+
+
+class ElementwiseOps:
+    """See `hw.api.Ops`."""
+
+    def rms_norm(self, x, weight, eps):
+        assert x.ndim == 2 and x.stride(1) == 1 and x.dtype == weight.dtype, (x.shape, x.stride(), x.dtype, weight.dtype)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._norm(x, None, weight, eps, out, None)
+        return out
+
+    def add_rms_norm(self, x, residual, weight, eps):
+        assert x.shape == residual.shape and x.dtype == residual.dtype == weight.dtype, (x.shape, residual.shape)
+        assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
+        out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+        self._norm(x, residual, weight, eps, out, total)
+        return out, total
+
+    def _norm(self, x, residual, weight, eps, out, total):
+        num_rows, width = x.shape
+        if not num_rows:
+            return
+        block = triton.next_power_of_2(width)
+        strides = x.stride(0), 0 if residual is None else residual.stride(0)
+        rms_norm_kernel[(num_rows,)](
+            x, residual, weight, out, total, *strides, width, eps,
+            HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=num_warps(block),
+        )  # fmt: skip
+
+    def rope(self, x, positions, table):
+        num_tokens, num_heads, dim = x.shape
+        assert x.stride(2) == 1 and table.is_contiguous() and table.shape[1] == dim, (x.stride(), table.shape)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if not out.numel():
+            return out
+        half = triton.next_power_of_2(dim // 2)
+        heads = min(triton.next_power_of_2(num_heads), max(1, 1024 // half))
+        grid = (num_tokens, triton.cdiv(num_heads, heads))
+        rope_kernel[grid](
+            x, positions, table, out, x.stride(0), x.stride(1), num_heads, dim // 2, BLOCK_HEADS=heads, BLOCK_HALF=half
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up):
+        gate_up = gate_up.contiguous()
+        inner = gate_up.shape[-1] // 2
+        out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype, device=gate_up.device)
+        if not out.numel():
+            return out
+        block = min(2048, triton.next_power_of_2(inner))
+        grid = (out.numel() // inner, triton.cdiv(inner, block))
+        silu_mul_kernel[grid](gate_up, out, inner, BLOCK=block, num_warps=num_warps(block))
+        return out

@@ -1,0 +1,117 @@
+"""Triton kernels that pass once over rows: norms, rotation, SwiGLU, the latent's way into its cache."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def normed_row(x, weight, width, eps):
+    """`x * rsqrt(mean(x^2) + eps)` in fp32, rounded to x's dtype, times weight, rounded again: as `hw.api` writes it."""
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    return ((wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, width, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,). With a residual the sum is rounded to the model dtype, stored, and normed."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    x = tl.load(x_ptr + row * x_stride + cols, mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + cols, mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * width + cols, x, mask)
+    weight = tl.load(weight_ptr + cols, mask, other=0.0)
+    tl.store(out_ptr + row * width + cols, normed_row(x, weight, width, eps), mask)
+
+
+@triton.jit
+def rotated(x_ptr, table_ptr, pairs, half, mask):
+    """Rotate neighbouring pairs of what x_ptr points at, `[..., 2 * half]`; table_ptr: cos | sin of one position."""
+    a = tl.load(x_ptr + 2 * pairs, mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + 2 * pairs + 1, mask, other=0.0).to(tl.float32)
+    cos = tl.load(table_ptr + pairs, mask, other=0.0)
+    sin = tl.load(table_ptr + half + pairs, mask, other=0.0)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def rope_kernel(
+    x_ptr, positions_ptr, table_ptr, out_ptr, token_stride, head_stride, num_heads, half,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, blocks of heads); out `[T, H, 2 * half]` contiguous."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    pairs = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (heads < num_heads) & (pairs < half)
+    table_row = table_ptr + tl.load(positions_ptr + token) * 2 * half
+    first, second = rotated(x_ptr + token * token_stride + heads * head_stride, table_row, pairs, half, mask)
+    out = out_ptr + (token * num_heads + heads) * 2 * half + 2 * pairs
+    tl.store(out, first.to(out_ptr.dtype.element_ty), mask)
+    tl.store(out + 1, second.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def silu_mul_kernel(x_ptr, out_ptr, inner, BLOCK: tl.constexpr):
+    """Grid (rows, blocks of columns); x `[rows, 2 * inner]`, gate first."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < inner
+    gate = tl.load(x_ptr + row * 2 * inner + cols, mask, other=0.0)
+    up = tl.load(x_ptr + row * 2 * inner + inner + cols, mask, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out_ptr + row * inner + cols, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask)
+
+
+@triton.jit
+def latent_write_kernel(
+    kv_ptr, weight_ptr, positions_ptr, table_ptr, slots_ptr, cache_ptr, latent_ptr, key_ptr, kv_stride, rank, half, eps,
+    BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,). Norm, rotate, store three times: latent, key, and both in the cache, which is contiguous, at the token's slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    entry = cache_ptr + slot * (rank + 2 * half)
+    cols = tl.arange(0, BLOCK_RANK)
+    mask = cols < rank
+    x = tl.load(kv_ptr + token * kv_stride + cols, mask, other=0.0)
+    latent = normed_row(x, tl.load(weight_ptr + cols, mask, other=0.0), rank, eps)
+    tl.store(latent_ptr + token * rank + cols, latent, mask)
+    tl.store(entry + cols, latent, mask & (slot >= 0))
+    pairs = tl.arange(0, BLOCK_HALF)
+    mask = pairs < half
+    table_row = table_ptr + tl.load(positions_ptr + token) * 2 * half
+    first, second = rotated(kv_ptr + token * kv_stride + rank, table_row, pairs, half, mask)
+    first, second = first.to(x.dtype), second.to(x.dtype)
+    key = key_ptr + token * 2 * half + 2 * pairs
+    tl.store(key, first, mask)
+    tl.store(key + 1, second, mask)
+    tl.store(entry + rank + 2 * pairs, first, mask & (slot >= 0))
+    tl.store(entry + rank + 2 * pairs + 1, second, mask & (slot >= 0))
+
+
+@triton.jit
+def latent_gather_kernel(
+    cache_ptr, table_ptr, places_ptr, out_ptr, num_seqs, table_stride, page_size, dim, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """Grid (sequences, blocks of rows). places `[3, num_seqs]` int64: first token, number of tokens, first output row."""
+    seq = tl.program_id(0).to(tl.int64)
+    first = tl.load(places_ptr + seq)
+    length = tl.load(places_ptr + num_seqs + seq)
+    out_row = tl.load(places_ptr + 2 * num_seqs + seq)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real = rows < length
+    position = first + rows
+    page = tl.load(table_ptr + seq * table_stride + position // page_size, real, other=0).to(tl.int64)
+    slot = page * page_size + position % page_size
+    cols = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = real[:, None] & (cols < dim)
+    values = tl.load(cache_ptr + slot[:, None] * dim + cols, mask)
+    tl.store(out_ptr + (out_row + rows)[:, None] * dim + cols, values, mask)

@@ -1,0 +1,75 @@
+"""Grouped matrix products and FP8 quantisation of activations in the layout DeepGEMM wants."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def grouped_kernel(
+    x_ptr, weight_ptr, out_ptr, counts_ptr, tiles_ptr, num_tiles, capacity, inner, outer, x_stride, expert_stride, weight_stride,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, tiles of columns): consecutive programs share a weight tile.
+
+    masked: x `[E, capacity, K]`, counts `[E]` on the device; otherwise tiles `[3, num_tiles]` int32: expert, first row, number of rows.
+    """
+    tile = tl.program_id(0)
+    if MASKED:
+        tiles_per_expert = tl.cdiv(capacity, BLOCK_M)
+        expert = tile // tiles_per_expert
+        row = (tile % tiles_per_expert) * BLOCK_M
+        num_rows = (tl.load(counts_ptr + expert) - row).to(tl.int32)
+        row += expert * capacity
+        if num_rows <= 0:
+            return
+    else:
+        expert = tl.load(tiles_ptr + tile)
+        row = tl.load(tiles_ptr + num_tiles + tile)
+        num_rows = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    rows, cols, ks = tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    row_ok, col_ok = rows < num_rows, cols < outer
+    places = (row + rows).to(tl.int64)
+    x_tile = x_ptr + places[:, None] * x_stride + ks[None, :]
+    w_tile = weight_ptr + expert.to(tl.int64) * expert_stride + cols.to(tl.int64)[None, :] * weight_stride + ks[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, inner, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_tile + start, row_ok[:, None], other=0.0)
+            w = tl.load(w_tile + start, col_ok[None, :], other=0.0)
+        else:
+            k_ok = start + ks < inner
+            x = tl.load(x_tile + start, row_ok[:, None] & k_ok[None, :], other=0.0)
+            w = tl.load(w_tile + start, col_ok[None, :] & k_ok[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    out = out_ptr + places[:, None] * outer + cols[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), row_ok[:, None] & col_ok[None, :])
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, rows_ptr, counts_ptr, data_ptr, scale_ptr, x_stride, capacity, scale_stride, num_groups,
+    HAS_ROWS: tl.constexpr, HAS_COUNTS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of groups). Each token's groups of 128 channels to e4m3 and one fp32 scale, as `hw.quant` does it.
+
+    Row i of x goes to row `rows[i]` of data, or stays; rows of expert e beyond `counts[e]` are skipped. Scales lie column by column,
+    `[experts, num_groups, scale_stride]`, `capacity` rows to an expert.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    expert, local = row // capacity, row % capacity
+    if HAS_COUNTS:  # noqa: SIM102  (this one is the compiler's)
+        if local >= tl.load(counts_ptr + expert):
+            return
+    target = row
+    if HAS_ROWS:
+        target = tl.load(rows_ptr + row).to(tl.int64)
+        expert, local = target // capacity, target % capacity
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    group_ok = groups < num_groups
+    cols = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + row * x_stride + cols, group_ok[:, None], other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), 1e-4), 448.0)
+    scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    data = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(data_ptr.dtype.element_ty)
+    tl.store(data_ptr + target * num_groups * 128 + cols, data, group_ok[:, None])
+    tl.store(scale_ptr + (expert * num_groups + groups) * scale_stride + local, scale, group_ok)

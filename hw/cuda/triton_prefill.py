@@ -1,0 +1,86 @@
+"""Ragged multi-head attention with log-sum-exp, and the join of two partial results.
+
+A head dim that is no power of two is taken in two parts, 192 = 128 + 64, so that the matrix units see no padding.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, q_starts_ptr, k_starts_ptr, out_ptr, lse_ptr, q_stride, q_head_stride, k_stride, k_head_stride,
+    v_stride, v_head_stride, num_heads, key_dim, value_dim, scale,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of queries, heads, sequences). BLOCK_A + BLOCK_B cover the key dim, BLOCK_B may be 0. out `[T, H, v]`, lse `[T, H]`."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # causal: the longest first
+    head, seq = tl.program_id(1), tl.program_id(2)
+    q_first, k_first = tl.load(q_starts_ptr + seq).to(tl.int64), tl.load(k_starts_ptr + seq).to(tl.int64)
+    q_len, k_len = (tl.load(q_starts_ptr + seq + 1) - q_first).to(tl.int32), (tl.load(k_starts_ptr + seq + 1) - k_first).to(tl.int32)
+    if block * BLOCK_M >= q_len:
+        return
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = rows < q_len
+    a_cols, b_cols, v_cols = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_B if BLOCK_B else 16), tl.arange(0, BLOCK_V)
+    a_ok, b_ok, v_ok = a_cols < key_dim, BLOCK_A + b_cols < key_dim, v_cols < value_dim
+    q_row = q_ptr + (q_first + rows) * q_stride + head * q_head_stride
+    q_a = tl.load(q_row[:, None] + a_cols[None, :], row_ok[:, None] & a_ok[None, :], other=0.0)
+    if BLOCK_B:
+        q_b = tl.load(q_row[:, None] + BLOCK_A + b_cols[None, :], row_ok[:, None] & b_ok[None, :], other=0.0)
+    visible = tl.zeros((BLOCK_M,), tl.int32) + k_len
+    high = k_len
+    if CAUSAL:
+        visible = k_len - q_len + 1 + rows
+        high = tl.minimum(k_len, k_len - q_len + (block + 1) * BLOCK_M)
+
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # of scores in units of log 2
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    for start in range(0, high, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        ok = position < k_len
+        k_row = k_ptr + (k_first + position) * k_stride + head * k_head_stride
+        k_a = tl.load(k_row[None, :] + a_cols[:, None], ok[None, :] & a_ok[:, None], other=0.0)
+        scores = tl.dot(q_a, k_a, input_precision="ieee")
+        if BLOCK_B:
+            k_b = tl.load(k_row[None, :] + BLOCK_A + b_cols[:, None], ok[None, :] & b_ok[:, None], other=0.0)
+            scores = tl.dot(q_b, k_b, scores, input_precision="ieee")
+        scores = scores * (scale * LOG2_E)
+        scores = tl.where(ok[None, :] & (position[None, :] < visible[:, None]), scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+        probs = tl.exp2(scores - finite[:, None])
+        decay = tl.exp2(top - finite)
+        total = total * decay + tl.sum(probs, 1)
+        v_row = v_ptr + (k_first + position) * v_stride + head * v_head_stride
+        value = tl.load(v_row[:, None] + v_cols[None, :], ok[:, None] & v_ok[None, :], other=0.0)
+        acc = tl.dot(probs.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+
+    place = (q_first + rows) * num_heads + head
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + place[:, None] * value_dim + v_cols[None, :], out.to(out_ptr.dtype.element_ty), row_ok[:, None] & v_ok[None, :])
+    tl.store(lse_ptr + place, tl.where(total == 0.0, float("-inf"), (top + tl.log2(total)) * LN_2), row_ok)
+
+
+@triton.jit
+def merge_kernel(out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr, width, BLOCK: tl.constexpr):
+    """Grid (rows,); everything contiguous, out `[rows, width]`, lse `[rows]`."""
+    row = tl.program_id(0).to(tl.int64)
+    lse_a, lse_b = tl.load(lse_a_ptr + row), tl.load(lse_b_ptr + row)
+    top = tl.maximum(lse_a, lse_b)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    weight_a, weight_b = tl.exp(lse_a - finite), tl.exp(lse_b - finite)
+    total = weight_a + weight_b
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    a = tl.load(out_a_ptr + row * width + cols, mask, other=0.0).to(tl.float32)
+    b = tl.load(out_b_ptr + row * width + cols, mask, other=0.0).to(tl.float32)
+    out = (a * weight_a + b * weight_b) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * width + cols, out.to(out_ptr.dtype.element_ty), mask)
+    tl.store(lse_ptr + row, tl.where(total == 0.0, float("-inf"), finite + tl.log(total)))
