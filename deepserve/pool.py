@@ -10,7 +10,7 @@ import zmq
 
 from deepserve.config import EngineArgs
 from deepserve.engine.request import Limits, SequenceOutput
-from deepserve.messages import Abort, FromEngine, Goodbye, Outputs, Register, Submit, ToEngine
+from deepserve.messages import Abort, FromEngine, Goodbye, Heartbeat, Load, Outputs, Register, Submit, ToEngine
 from deepserve.spawn import LocalInstance
 
 POLL_MS = 100  # between looks at the processes
@@ -33,6 +33,7 @@ class RankPool:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.loads: dict[int, Load] = {}  # last report of each DP rank, at most a heartbeat old
         self._registers: dict[bytes, Register] = {}
         self._unfinished: dict[bytes, int] = {}  # sequences of each replica
         self._home: dict[str, tuple[bytes, set[int]]] = {}  # request -> replica, unfinished sequences
@@ -42,6 +43,8 @@ class RankPool:
             self._instance.start(f"tcp://127.0.0.1:{port}")
             while len(self._registers) < args.data_parallel_size:
                 self._receive()
+            # In rank order, whoever was ready first: the same requests go to the same replicas in every run.
+            self._registers = dict(sorted(self._registers.items(), key=lambda item: item[1].dp_rank))
         except BaseException:
             self.shutdown()
             raise
@@ -59,6 +62,11 @@ class RankPool:
     @property
     def has_work(self) -> bool:
         return bool(self._home)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process of each rank."""
+        return self._instance.pids
 
     def submit(self, request: Submit) -> None:
         """Queue a validated request at the replica with the fewest unfinished sequences, in turn among equals."""
@@ -107,7 +115,10 @@ class RankPool:
                 case Register() as register:
                     self._registers[identity] = register
                     self._unfinished[identity] = 0
-                case Outputs(found):
+                case Heartbeat(dp_rank=dp_rank, load=load):
+                    self.loads[dp_rank] = load
+                case Outputs(found, load):
+                    self.loads[self._registers[identity].dp_rank] = load
                     outputs += [output for output in found if self._note(output)]
                 case Goodbye(error) if error:
                     raise RankLost(f"{self._instance.poll() or 'a rank ended'}: {error}")
