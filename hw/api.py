@@ -3,6 +3,9 @@
 Conventions: a tensor is documented as `[shape] dtype`; `model dtype` is the activation dtype (float32 or bfloat16); sums run in
 fp32 whatever the model dtype. Sizes are `T` tokens, `H` heads, `L` kv_lora_rank, `r` rope dims, `K`/`N` matrix dims. Arguments
 are checked by callers at the door; ops assert their layout. A backend that lacks an op raises `Unsupported`; nothing falls back silently.
+
+A weight may be a `QuantTensor`. Then a backend may also quantise bf16 activations, each token by itself in groups of 128 channels
+(`hw.quant.quantize_activation`), as the models themselves are meant to run; fp32 activations stay as they are.
 """
 
 from dataclasses import dataclass
@@ -16,8 +19,8 @@ from hw.quant import QuantTensor
 Matrix = torch.Tensor | QuantTensor  # weight [N, K], used as x @ W.T
 
 
-class Unsupported(RuntimeError):
-    """A backend lacks an op or a format; the message names both."""
+class Unsupported(ValueError):
+    """A backend lacks an op or a format, or cannot keep a promise that it was asked for; the message names both."""
 
 
 class ExpertMode(StrEnum):
@@ -278,6 +281,7 @@ class Runtime(Protocol):
     """The device itself."""
 
     device: torch.device
+    runs_ahead: bool  # whether ops return before they are done, so that the host can plan meanwhile
 
     def memory(self) -> MemoryInfo:
         """Memory of the device now."""

@@ -1,0 +1,307 @@
+"""Each op of a V3 decode step at batch 128 beside the least time the card could take for it, on one GPU.
+
+    PYTHONPATH=. python bench/gpu/kernels.py [--only WORD] [--json FILE]
+
+The floor of an op is the largest of: its bytes over the measured copy rate, its operations over the measured matrix rate, and the time
+of one empty node of a graph. Times are medians over replays of a graph that holds several calls, each on inputs of its own, so that
+neither launch gaps nor the L2 cache enter. "library" says who does the work; ours are Triton kernels.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hw.api import ExpertMode, ExpertStep, GateRule, PenaltyInputs, SampleInputs, Segments
+from hw.quant import QuantTensor
+from hw.select import open_backend
+
+COPY_RATE = 4.27e12  # bytes/s, read and written
+BF16_RATE, FP8_RATE, FP32_RATE = (
+    790e12,
+    1290e12,
+    60e12,
+)  # operations/s: the best that these libraries reached on this card; fp32 by datasheet
+BATCH, CONTEXT, HIDDEN, VOCAB, HEADS = 128, 4096, 7168, 129_280, 128
+L2_BYTES = 60 << 20
+BF16 = torch.bfloat16
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One op: `make()` draws inputs and returns a call on them."""
+
+    name: str
+    library: str
+    num_bytes: float
+    num_flops: float
+    rate: float
+    make: Callable[[], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    library: str
+    microseconds: float
+    floor: float
+
+    @property
+    def ratio(self) -> float:
+        return self.microseconds / self.floor
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+
+def fp8(*shape: int) -> QuantTensor:
+    """A random weight at the scale of a real one."""
+    scale = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device=DEVICE) * shape[-1] ** -0.5 / 100
+    return QuantTensor((normal(*shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
+
+
+def time_of(job: Job) -> float:
+    """Microseconds of one call."""
+    num_sets = max(1, min(8, round(3 * L2_BYTES / max(job.num_bytes, 1))))
+    calls = [job.make() for _ in range(num_sets)]
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    repeats = max(1, 8 // num_sets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    times = []
+    for i in range(13):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(end) * 1e3 / (repeats * num_sets))
+    return statistics.median(times)
+
+
+def row_jobs(ops) -> Iterator[Job]:
+    small = BATCH * HIDDEN * 2
+    norm = normal(HIDDEN)
+
+    def on(op: Callable, *makers: Callable[[], object]) -> Callable[[], Callable[[], object]]:
+        def make() -> Callable[[], object]:
+            args = [maker() for maker in makers]
+            return lambda: op(*args)
+
+        return make
+
+    def fixed(value: object) -> Callable[[], object]:
+        return lambda: value
+
+    x = lambda: normal(BATCH, HIDDEN)  # noqa: E731
+    yield Job("rms_norm 7168", "ours", 2 * small, 0, BF16_RATE, on(ops.rms_norm, x, fixed(norm), fixed(1e-6)))
+    yield Job("add_rms_norm 7168", "ours", 4 * small, 0, BF16_RATE, on(ops.add_rms_norm, x, x, fixed(norm), fixed(1e-6)))
+    part = lambda: normal(BATCH, 2112)[:, :1536]  # noqa: E731
+    yield Job("rms_norm 1536 of 2112", "ours", 4 * BATCH * 1536, 0, BF16_RATE, on(ops.rms_norm, part, fixed(norm[:1536]), fixed(1e-6)))
+    positions, table = torch.arange(BATCH, device=DEVICE) + CONTEXT, torch.rand(2 * CONTEXT, 64, device=DEVICE)
+    q = lambda: normal(BATCH, HEADS, 192)[..., 128:]  # noqa: E731
+    yield Job("rope 128 heads", "ours", 4 * BATCH * HEADS * 64, 0, BF16_RATE, on(ops.rope, q, fixed(positions), fixed(table)))
+    cache, slots = normal(BATCH, 64, 576), torch.randperm(BATCH * 64, device=DEVICE)[:BATCH]
+    args = [fixed(value) for value in (norm[:512], 1e-6, positions, table, cache, slots)]
+    kv = lambda: normal(BATCH, 2112)[:, 1536:]  # noqa: E731
+    yield Job("latent_write", "ours", 3 * BATCH * 576 * 2, 0, BF16_RATE, on(ops.latent_write, kv, *args))
+    yield Job("silu_mul 2 x 2048, 8 x 128 rows", "ours", 6 * 1024 * 2048, 0, BF16_RATE, on(ops.silu_mul, lambda: normal(8, BATCH, 4096)))
+    yield Job("silu_mul 2 x 18432", "ours", 6 * BATCH * 18432, 0, BF16_RATE, on(ops.silu_mul, lambda: normal(BATCH, 36864)))
+    rule = GateRule(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
+    logits = lambda: torch.randn(BATCH, 256, device=DEVICE)  # noqa: E731
+    bias = torch.randn(256, device=DEVICE)
+    yield Job("gate_topk 256", "ours", BATCH * (256 * 4 + 8 * 12), 0, BF16_RATE, on(ops.gate_topk, logits, fixed(bias), fixed(rule)))
+
+
+def product_jobs(ops) -> Iterator[Job]:
+    def linear(outer: int, inner: int) -> Job:
+        def make():
+            x, w = normal(BATCH, inner), fp8(outer, inner)
+            return lambda: ops.linear(x, w)
+
+        num_bytes = outer * inner + 2 * BATCH * (inner + outer)
+        return Job(f"linear fp8 {outer} x {inner}", "DeepGEMM + ours", num_bytes, 2 * BATCH * outer * inner, FP8_RATE, make)
+
+    for outer, inner in ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (36864, 7168), (7168, 18432)):
+        yield linear(outer, inner)
+
+    def plain(name: str, outer: int, inner: int, dtype: torch.dtype, rate: float) -> Job:
+        def make():
+            x, w = normal(BATCH, inner, dtype=dtype), normal(outer, inner, dtype=dtype)
+            return lambda: ops.linear(x, w)
+
+        num_bytes = dtype.itemsize * (outer * inner + BATCH * (inner + outer))
+        return Job(name, "cuBLAS", num_bytes, 2 * BATCH * outer * inner, rate, make)
+
+    yield plain("head bf16 129280 x 7168", VOCAB, HIDDEN, BF16, BF16_RATE)
+    yield plain("gate fp32 256 x 7168", 256, HIDDEN, torch.float32, FP32_RATE)
+
+    def heads(name: str, inner: int, outer: int, swap: bool) -> Job:
+        def make():
+            x = normal(BATCH, HEADS, inner)
+            w = normal(HEADS, outer, inner).transpose(1, 2) if swap else normal(HEADS, inner, outer)
+            return lambda: ops.head_matmul(x, w)
+
+        num_bytes = 2 * HEADS * (inner * outer + BATCH * (inner + outer))
+        return Job(name, "cuBLAS", num_bytes, 2 * BATCH * HEADS * inner * outer, BF16_RATE, make)
+
+    yield heads("absorb query 128 -> 512", 128, 512, False)
+    yield heads("absorb output 512 -> 128", 512, 128, True)
+
+    def masked(num_experts: int, num_rows: int, outer: int, inner: int, kind: str, op: Callable, library: str) -> Job:
+        def make():
+            x = normal(num_experts, BATCH, inner)
+            w = fp8(num_experts, outer, inner) if kind == "fp8" else normal(num_experts, outer, inner)
+            counts = torch.full((num_experts,), num_rows, device=DEVICE)
+            return lambda: op(x, w, counts)
+
+        size = 1 if kind == "fp8" else 2
+        num_bytes = num_experts * (size * outer * inner + 2 * num_rows * (inner + outer))
+        flops = 2 * num_experts * num_rows * outer * inner
+        name = f"masked {kind} {num_experts} x {num_rows} rows, {outer} x {inner}"
+        return Job(name, library, num_bytes, flops, FP8_RATE if kind == "fp8" else BF16_RATE, make)
+
+    ours = type(ops)(flash_mla=None, deep_gemm=None)
+    for num_experts, num_rows in ((8, 128), (32, 32)):
+        for outer, inner in ((4096, 7168), (7168, 2048)):
+            yield masked(num_experts, num_rows, outer, inner, "fp8", ops.grouped_linear_masked, "DeepGEMM + ours")
+    for outer, inner in ((4096, 7168), (7168, 2048)):
+        yield masked(8, 128, outer, inner, "bf16", ops.grouped_linear_masked, "DeepGEMM")
+        yield masked(8, 128, outer, inner, "bf16", ours.grouped_linear_masked, "ours")
+
+
+def attention_jobs(ops) -> Iterator[Job]:
+    ours = type(ops)(flash_mla=None, deep_gemm=None)
+    num_pages = BATCH * CONTEXT // 64
+    cache = normal(num_pages, 64, 576)
+    table = torch.randperm(num_pages, device=DEVICE).int().view(BATCH, -1)
+    lens = torch.full((BATCH,), CONTEXT, dtype=torch.int32, device=DEVICE)
+
+    def decode(num_heads: int, who, library: str) -> Job:
+        def make():
+            q = normal(BATCH, 1, num_heads, 576)
+            return lambda: who.mla_decode(q, cache, table, lens, CONTEXT, 512, 576**-0.5)
+
+        num_bytes = 2 * BATCH * (CONTEXT * 576 + num_heads * (576 + 512))
+        return Job(f"mla_decode {num_heads} heads, 4096", library, num_bytes, 2 * BATCH * num_heads * CONTEXT * 1088, BF16_RATE, make)
+
+    for num_heads in (128, 16):
+        yield decode(num_heads, ops, "FlashMLA")
+        yield decode(num_heads, ours, "ours")
+
+    def prefill() -> Callable[[], object]:
+        q, k, v = normal(CONTEXT, HEADS, 192), normal(CONTEXT, HEADS, 192), normal(CONTEXT, HEADS, 128)
+        one = Segments([CONTEXT], torch.tensor([0, CONTEXT], dtype=torch.int32, device=DEVICE))
+        return lambda: ops.mla_prefill(q, k, v, one, one, 192**-0.5, True)
+
+    flops = HEADS * CONTEXT * CONTEXT * 320
+    yield Job("mla_prefill 4096 tokens, 128 heads", "ours", 2 * CONTEXT * HEADS * 640, flops, BF16_RATE, prefill)
+
+
+def other_jobs(ops, comm) -> Iterator[Job]:
+    step = ExpertStep(ExpertMode.LOW_LATENCY, BATCH)
+
+    def dispatch():
+        x, topk = normal(BATCH, HIDDEN), torch.rand(BATCH, 8, device=DEVICE).argsort(-1)
+        return lambda: comm.dispatch(x, topk, step, 8)
+
+    def combine():
+        sent = comm.dispatch(normal(BATCH, HIDDEN), torch.rand(BATCH, 8, device=DEVICE).argsort(-1), step, 8)
+        weights = torch.rand(BATCH, 8, device=DEVICE)
+        return lambda: comm.combine(sent.x, weights, sent)
+
+    yield Job("dispatch 8 of 8 experts, local", "ours", 9 * BATCH * HIDDEN * 2, 0, BF16_RATE, dispatch)
+    yield Job("combine 8 of 8 experts, local", "ours", BATCH * HIDDEN * (8 * 2 + 4), 0, BF16_RATE, combine)
+    num_bytes = BATCH * VOCAB * 4
+    none, ones = torch.zeros(BATCH, dtype=torch.int64, device=DEVICE), torch.ones(BATCH, device=DEVICE)
+    keys = (torch.arange(BATCH, device=DEVICE), none, none + CONTEXT)
+
+    def sample(sampled: bool, top_k: int, top_p: float) -> Callable[[], Callable[[], object]]:
+        def make():
+            logits = torch.randn(BATCH, VOCAB, device=DEVICE) * 3
+            inputs = SampleInputs(ones * sampled, none + top_k, ones * top_p, 0 * ones, *keys, sampled, top_k > 0 or top_p < 1)
+            return lambda: ops.sample(logits, inputs)
+
+        return make
+
+    yield Job("sample greedy", "ours", num_bytes, 0, BF16_RATE, sample(False, 0, 1.0))
+    yield Job("sample plain", "ours", num_bytes, 0, BF16_RATE, sample(True, 0, 1.0))
+    yield Job("sample top-k 50, top-p 0.9", "ours", num_bytes, 0, BF16_RATE, sample(True, 50, 0.9))
+
+    def logprobs():
+        logits = torch.randn(BATCH, VOCAB, device=DEVICE)
+        return lambda: ops.logprobs(logits, none, 5)
+
+    yield Job("logprobs, 5 best", "torch", num_bytes, 0, BF16_RATE, logprobs)
+
+    def penalize():
+        logits = torch.randn(BATCH, VOCAB, device=DEVICE)
+        mask, counts = torch.rand(BATCH, VOCAB, device=DEVICE) < 0.1, torch.zeros(BATCH, VOCAB, device=DEVICE)
+        inputs = PenaltyInputs(none + torch.arange(BATCH, device=DEVICE), mask, counts, ones, ones, ones * 1.1)
+        return lambda: ops.penalize(logits, inputs)
+
+    yield Job("penalize 128 rows", "ours", BATCH * VOCAB * 13, 0, BF16_RATE, penalize)
+
+
+def empty_node() -> float:
+    """Microseconds of a graph node that does next to nothing."""
+    x = torch.zeros(1, device=DEVICE)
+    return time_of(Job("empty", "torch", 1e9, 0, 1.0, lambda: lambda: x.add_(1.0)))
+
+
+def card() -> dict[str, str]:
+    found = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    modules = {name: str(getattr(sys.modules[name], "__version__", "?")) for name in ("triton", "deep_gemm", "flash_mla")}
+    return {"gpu": found.stdout.strip(), "torch": torch.__version__, "python": platform.python_version(), **modules}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="jobs whose name holds this")
+    parser.add_argument("--json", help="where to write the numbers")
+    options = parser.parse_args()
+    backend = open_backend("cuda", max_dispatch_tokens_per_rank=BATCH)
+    torch.manual_seed(0)
+    node = empty_node()
+    rows: list[Row] = []
+    for jobs in (
+        row_jobs(backend.ops),
+        product_jobs(backend.ops),
+        attention_jobs(backend.ops),
+        other_jobs(backend.ops, backend.expert_comm),
+    ):
+        for job in jobs:
+            if options.only in job.name:
+                floor = max(node, job.num_bytes / COPY_RATE * 1e6, job.num_flops / job.rate * 1e6)
+                rows.append(Row(job.name, job.library, time_of(job), floor))
+                print(f"{rows[-1].name}: {rows[-1].microseconds:.1f} us", file=sys.stderr, flush=True)
+                torch.cuda.empty_cache()
+    facts = card() | {"date": datetime.now(UTC).date().isoformat(), "command": " ".join(sys.argv), "empty node us": f"{node:.2f}"}
+    table = Table("op", "by", "us", "floor us", "over floor", title=", ".join(f"{key} {value}" for key, value in facts.items()))
+    for row in rows:
+        table.add_row(row.name, row.library, f"{row.microseconds:.1f}", f"{row.floor:.1f}", f"{row.ratio:.2f}")
+    Console(width=120).print(table)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"facts": facts, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The whole engine on every accelerator this machine has, against transformers: stored values of the shipped model, and tiny models.
+
+fp32: the same tokens wherever the reference's lead exceeds 1e-3, log-probabilities within 1e-3. bf16: transformers' fp32 continuation is
+scored as a prompt, so that one rounding cannot hide what follows it: the mean and the largest difference of log-probabilities are
+bounded, and a token that leads by more than `BF16_MARGIN` must be the most likely one here too.
+"""
+
+import json
+
+import msgspec
+import pytest
+
+from deepserve.engine.engine import Engine, resolve
+from hw.testing import available_backends
+from tests.deepserve.engine.driving import Request, golden_cases, make_engine, run_alone, run_together
+from tests.deepserve.engine.test_engine import check_case, golden_requests
+from tests.deepserve.same_tokens.engine_run import compare, engine_args, run_case
+from tests.deepserve.same_tokens.find_prompts import DATA
+from tests.deepserve.same_tokens.grid import Case
+from tests.deepserve.same_tokens.reference import Reference, refer
+from tests.deepserve.tiny_models import load_reference
+
+DEVICES = [name for name in available_backends() if name != "cpu"]
+pytestmark = pytest.mark.skipif(not DEVICES, reason="needs an accelerator")
+BF16_MARGIN, BF16_MEAN, BF16_LARGEST = 0.5, 0.03, 0.5
+PROMPTS = json.loads(DATA.read_text())
+
+
+@pytest.mark.parametrize(
+    "args", [{}, {"max_num_batched_tokens": 100}, {"max_dispatch_tokens_per_rank": 1}], ids=["plain", "chunked", "throughput"]
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_golden_values_in_fp32(device: str, args: dict):
+    stories = run_together(make_engine(device=device, **args), golden_requests())
+    for case, story in zip(golden_cases(), stories, strict=True):
+        check_case(case, story)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_golden_values_in_bf16(device: str):
+    cases = golden_cases()
+    engine = make_engine(device=device, dtype="bfloat16")
+    params = {"max_tokens": 0, "prompt_logprobs": 0}
+    stories = run_together(engine, [Request(case["prompt_ids"] + case["output_ids"], params) for case in cases])
+    errors = []
+    for case, story in zip(cases, stories, strict=True):
+        found = story.prompt_logprobs[1:]
+        wanted = [*case["prompt_logprobs"], *case["logprobs"]]
+        errors += [abs(position.logprobs[0] - logprob) for position, logprob in zip(found, wanted, strict=True)]
+        for position, margin in zip(found[-len(case["margin"]) :], case["margin"], strict=True):
+            assert position.rank == 1 or margin <= BF16_MARGIN, (case["name"], position, margin)
+    assert sum(errors) / len(errors) < BF16_MEAN and max(errors) < BF16_LARGEST, (sum(errors) / len(errors), max(errors))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_draws_are_those_of_the_cpu(device: str):
+    """Same noise, nearly the same logits: for these seeds no token comes near to changing."""
+    settings = [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20},
+        {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 1.2, "min_p": 0.05},
+        {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    ]
+    prompts = [case["prompt_ids"] for case in golden_cases()[:10]]
+    requests = [
+        Request(prompt, {"max_tokens": 24, "ignore_eos": True, "seed": i, "n": 2, **settings[i % len(settings)]})
+        for i, prompt in enumerate(prompts)
+    ]
+    here, there = (run_together(make_engine(device=name), requests) for name in ("cpu", device))
+    assert [story.tokens for story in there] == [story.tokens for story in here]
+    assert [story.tokens for story in run_alone(make_engine(device=device), requests)] == [story.tokens for story in here]
+
+
+CASES = [
+    Case("", "16 prompts", 7, prefix_cache=False, preempt=True),
+    Case("", "16 prompts", None, prefix_cache=False, preempt=False),
+    Case("", "alone", 64, prefix_cache=True, preempt=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case)[2:])
+@pytest.mark.parametrize("kind", ("v2", "v2-lite", "v3", "moonlight"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_tiny_models_in_fp32(device: str, kind: str, case: Case, tiny_model, references):
+    folder = tiny_model(kind, PROMPTS[kind]["seed"])
+    case = Case(kind, case.company, case.chunk, case.prefix_cache, case.preempt)
+    engine = Engine(resolve(msgspec.structs.replace(engine_args(folder, case), device=device)), progress=False)
+    compare(run_case(engine, case, references(kind)))
+
+
+@pytest.fixture(scope="module")
+def references(tiny_model):
+    """`references("v3")`: what transformers says about a model's prompts, on the CPU."""
+    made: dict[str, list[Reference]] = {}
+
+    def get(kind: str) -> list[Reference]:
+        if kind not in made:
+            model = load_reference(tiny_model(kind, PROMPTS[kind]["seed"]))
+            made[kind] = [refer(model, case["prompt"], case["output"]) for case in PROMPTS[kind]["cases"]]
+        return made[kind]
+
+    return get
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_device_refuses_it_refuses_at_the_door(device: str):
+    with pytest.raises(ValueError, match="batch_invariant"):
+        make_engine(device=device, batch_invariant=True)

@@ -1,0 +1,204 @@
+"""The GPU's library kernels and the shapes of V3, which only a GPU has time for; what must hold there beyond the common grids."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from hw.api import ExpertMode, ExpertStep, GateRule, SampleInputs, Unsupported
+from hw.cpu.reference.ops import ReferenceOps
+from hw.groups import Groups
+from hw.quant import QuantTensor, dequantize, quantize_activation, quantize_weight_blocks
+from hw.select import open_backend
+from hw.testing import assert_close, available_backends, tolerance
+from hw.topology import ParallelConfig
+from tests.hw.test_parity import Call, check, normal, pages, segments, table, to_device, weight
+
+pytestmark = pytest.mark.skipif("cuda" not in available_backends(), reason="needs an NVIDIA GPU")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def opened():
+    return open_backend("cuda")
+
+
+@pytest.fixture(scope="module")
+def composites(opened):
+    """The same ops without the libraries."""
+    return type(opened.ops)(flash_mla=None, deep_gemm=None)
+
+
+def test_what_is_refused_and_why():
+    with pytest.raises(Unsupported, match="cuda: batch_invariant, since FlashMLA"):
+        open_backend("cuda", batch_invariant=True)
+
+    class Ranks:
+        size = 2
+
+    two = Groups(parallel=ParallelConfig(dp=2, tp=1), rank=0, world=Ranks(), tp=Ranks(), ep=Ranks())
+    with pytest.raises(Unsupported, match="cuda: 2 ranks"):
+        open_backend("cuda", two)
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["flash-mla", "triton"])
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize(
+    ("query_len", "lens"), [(1, (1,)), (1, (700, 1, 64, 65, 0, 1023)), (2, (2, 130, 64, 0)), (4, (4, 1023)), (70, (300,))]
+)
+def test_decode_of_v3(opened, composites, library: bool, num_heads: int, query_len: int, lens: tuple[int, ...]):
+    cache, page_table = pages(lens, 64, 576, 2, BF16)
+    q = normal(len(lens), query_len, num_heads, 576, dtype=BF16)
+    args = (q, cache, page_table, torch.tensor(lens, dtype=torch.int32), max(lens), 512, 576**-0.5)
+    check(opened.ops if library else composites, "mla_decode", "v3", Call(args), opened.runtime.device)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill_of_v3(opened, causal: bool):
+    q_lens, k_lens = (1, 1023, 129), (64, 1023, 700)
+    q, k = normal(sum(q_lens), 8, 192, dtype=BF16), normal(sum(k_lens), 8, 192, dtype=BF16)
+    v = normal(sum(k_lens), 8, 128, dtype=BF16)
+    check(opened.ops, "mla_prefill", "v3", Call((q, k, v, segments(q_lens), segments(k_lens), 192**-0.5, causal)), opened.runtime.device)
+
+
+def test_rows_of_v3(opened):
+    device, ops = opened.runtime.device, opened.ops
+    x, residual, norm = normal(129, 7168, dtype=BF16), normal(129, 7168, dtype=BF16), normal(7168, dtype=BF16)
+    check(ops, "add_rms_norm", "v3", Call((x, residual, norm, 1e-6)), device)
+    check(ops, "silu_mul", "v3", Call((normal(129, 36864, dtype=BF16),)), device)
+    kv, positions = normal(129, 2112, dtype=BF16)[:, 1536:], torch.randint(0, 9000, (129,))
+    cache, slots = normal(20, 64, 576, dtype=BF16), torch.randperm(20 * 64)[:129]
+    slots[5] = -1
+    args = (kv, normal(512, dtype=BF16), 1e-6, positions, table(9000, 64), cache, slots)
+    check(ops, "latent_write", "v3", Call(args, changes=(5,)), device)
+    rule = GateRule(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
+    check(ops, "gate_topk", "v3", Call((torch.randn(1023, 256), torch.randn(256) * 0.2, rule)), device)
+    check(
+        ops, "head_matmul", "v3", Call((normal(129, 128, 192, dtype=BF16)[..., :128], weight(128, 256, 512, dtype=BF16)[:, :128])), device
+    )
+
+
+def test_sampling_of_a_large_vocabulary(opened):
+    num, vocab = 6, 129_280
+    keys = (torch.arange(num) - 3, torch.zeros(num, dtype=torch.int64), torch.arange(num) * 1000)
+    top_k, top_p = torch.tensor([0, 50, 0, 1000, 0, 0]), torch.tensor([1.0, 1.0, 0.9, 0.5, 1.0, 1.0])
+    inputs = SampleInputs(torch.tensor([0.0, 1, 1, 0.7, 1, 1.3]), top_k, top_p, torch.tensor([0, 0, 0, 0, 0.01, 0]), *keys, True, True)
+    check(opened.ops, "sample", "v3", Call((torch.randn(num, vocab) * 3, inputs)), opened.runtime.device)
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (7, 7168), (1023, 1536)])
+def test_quantising_activations_is_the_reference_to_the_bit(opened, shape: tuple[int, int]):
+    from hw.cuda.gemm import quantize
+
+    x = normal(*shape, dtype=BF16)
+    x[0, :128] = 0.0
+    data, scale = quantize(x.to(opened.runtime.device))
+    expected = quantize_activation(x)
+    assert_close(scale, expected.scale, (0.0, 0.0), "scales")
+    assert_close(data.float(), expected.data.float(), (0.0, 0.0), "data")
+    assert scale.stride() == (1, -(-shape[0] // 4) * 4)
+
+
+def quantized_product(x: torch.Tensor, w: QuantTensor) -> torch.Tensor:
+    """What FP8 means: both sides quantised, the product of their values in fp32."""
+    return (dequantize(quantize_activation(x)) @ dequantize(w).T).to(x.dtype)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 130])
+@pytest.mark.parametrize(("outer", "inner"), [(576, 512), (2112, 7168)])
+def test_fp8_products(opened, num_rows: int, outer: int, inner: int):
+    x, w = normal(num_rows, inner, dtype=BF16), quantize_weight_blocks(weight(outer, inner, dtype=torch.float32))
+    actual = opened.ops.linear(*(to_device(arg, opened.runtime.device) for arg in (x, w)))
+    assert_close(actual, quantized_product(x, w), tolerance(BF16), "linear")
+
+
+COUNTS = (3, 0, 130, 1, 16)
+
+
+def test_fp8_products_of_experts(opened):
+    outer, inner, device = 512, 1024, opened.runtime.device
+    w = quantize_weight_blocks(weight(len(COUNTS), outer, inner, dtype=torch.float32))
+    there = to_device(w, device)
+    x = normal(sum(COUNTS), inner, dtype=BF16)
+    actual = opened.ops.grouped_linear(x.to(device), there, list(COUNTS))
+    rows = [quantized_product(part, w.expert(e)) for e, part in enumerate(x.split(COUNTS))]
+    assert_close(actual, torch.cat(rows), tolerance(BF16), "contiguous")
+    masked = normal(len(COUNTS), max(COUNTS), inner, dtype=BF16)
+    masked[torch.arange(max(COUNTS)) >= torch.tensor(COUNTS)[:, None]] = torch.nan
+    actual = opened.ops.grouped_linear_masked(masked.to(device), there, torch.tensor(COUNTS, device=device)).cpu()
+    for e, count in enumerate(COUNTS):
+        assert_close(actual[e, :count], quantized_product(masked[e, :count], w.expert(e)), tolerance(BF16), f"masked, expert {e}")
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["libraries", "triton"])
+def test_bf16_products_of_experts(opened, composites, library: bool):
+    ops, device = opened.ops if library else composites, opened.runtime.device
+    x, w = normal(len(COUNTS), max(COUNTS), 1024, dtype=BF16), weight(len(COUNTS), 2048, 1024, dtype=BF16)
+    real = torch.arange(max(COUNTS)) < torch.tensor(COUNTS)[:, None]
+    call = Call((x, w, torch.tensor(COUNTS)), real=lambda result: result[real.to(result.device)])
+    check(ops, "grouped_linear_masked", "large", call, device)
+    check(ops, "grouped_linear", "large", Call((x[real], w, list(COUNTS))), device)
+
+
+def test_nothing_waits_in_a_decode_step(opened, composites):
+    """Each op of a decode step under torch's guard, which raises where torch itself would wait for the device."""
+    device = opened.runtime.device
+    put = lambda *values: [to_device(value, device) for value in values]  # noqa: E731
+    num, lens = 5, (3, 64, 65, 1, 130)
+    cache, page_table = pages(lens, 64, 576, 1, BF16)
+    keys = (torch.arange(num), torch.zeros(num, dtype=torch.int64), torch.arange(num))
+    ones = torch.ones(num)
+    inputs = SampleInputs(ones, torch.full((num,), 5), 0.9 * ones, 0.01 * ones, *keys, True, True)
+    w8, w8_experts = quantize_weight_blocks(weight(512, 512, dtype=BF16)), quantize_weight_blocks(weight(4, 512, 512, dtype=BF16))
+    calls = [
+        ("rms_norm", [*put(normal(num, 512, dtype=BF16), normal(512, dtype=BF16)), 1e-06]),
+        ("rope", put(normal(num, 2, 64, dtype=BF16), torch.arange(num), table(99, 64))),
+        ("linear", put(normal(num, 512, dtype=BF16), weight(64, 512, dtype=BF16))),
+        ("linear", put(normal(num, 512, dtype=BF16), w8)),
+        ("head_matmul", put(normal(num, 2, 64, dtype=BF16), weight(2, 64, 64, dtype=BF16))),
+        ("mla_decode", [*put(normal(num, 1, 16, 576, dtype=BF16), cache, page_table, torch.tensor(lens).int()), 130, 512, 0.04]),
+        ("gate_topk", [*put(torch.randn(num, 16), torch.randn(16)), GateRule(2, "sigmoid", 4, 2, "top2_sum", True, 1.0)]),
+        ("grouped_linear_masked", put(normal(4, num, 512, dtype=BF16), weight(4, 64, 512, dtype=BF16), torch.arange(4))),
+        ("grouped_linear_masked", put(normal(4, num, 512, dtype=BF16), w8_experts, torch.arange(4))),
+        ("silu_mul", put(normal(4, num, 64, dtype=BF16))),
+        ("sample", put(torch.randn(num, 1000), inputs)),
+        ("logprobs", [*put(torch.randn(num, 1000), torch.arange(num)), 3]),
+    ]
+    x, topk, weights = put(normal(num, 64, dtype=BF16), torch.rand(num, 8).argsort(-1)[:, :3], torch.rand(num, 3))
+
+    def step() -> None:
+        for op, args in calls:
+            getattr(opened.ops, op)(*args)
+            getattr(composites, op)(*args)
+        sent = opened.expert_comm.dispatch(x, topk, ExpertStep(ExpertMode.LOW_LATENCY, num), 8)
+        opened.expert_comm.combine(sent.x, weights, sent)
+
+    step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        with pytest.raises(RuntimeError, match="synchron"):
+            topk.tolist()  # the guard works
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_nan_from_a_broken_weight_gives_ids_in_range(opened):
+    device = opened.runtime.device
+    logits = torch.full((3, 1000), torch.nan, device=device)
+    idx, _ = opened.ops.gate_topk(logits[:, :16], None, GateRule(4, "softmax", 4, 2, "max", True, 1.0))
+    assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 16 for row in idx.tolist())
+    none = torch.zeros(3, dtype=torch.int64, device=device)
+    ones = torch.ones(3, device=device)
+    for filtered in (False, True):
+        inputs = SampleInputs(ones, none + 3 * filtered, ones - 0.5 * filtered, 0 * ones, none, none, none, True, filtered)
+        tokens = opened.ops.sample(logits, inputs)
+        assert ((tokens >= 0) & (tokens < 1000)).all()
+        greedy = opened.ops.sample(logits, dataclasses.replace(inputs, any_sampled=False))
+        assert ((greedy >= 0) & (greedy < 1000)).all()
+
+
+def test_reference_of_a_masked_case_without_rows():
+    """The twin of the tests above, on its own: no expert has a row."""
+    x, w = torch.zeros(2, 4, 8), quantize_weight_blocks(torch.randn(2, 3, 8))
+    assert ReferenceOps().grouped_linear_masked(x, w, torch.zeros(2, dtype=torch.int64)).shape == (2, 4, 3)
