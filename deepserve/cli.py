@@ -42,6 +42,9 @@ Redundant = Annotated[int, _option("--num-redundant-experts", help="Expert repli
 Invariant = Annotated[
     bool, _option("--batch-invariant", help="Results bitwise independent of what else is in the batch; slower.", panel=_ENGINE)
 ]
+Async = Annotated[
+    bool | None, _option("--async-scheduling/--no-async-scheduling", help="Plan a step while one runs; default: by device.", panel=_ENGINE)
+]
 Threads = Annotated[int | None, _option("--num-threads", help="CPU threads of a rank.", panel=_ENGINE)]
 StepTimeout = Annotated[
     float, _option("--step-timeout-s", "--watchdog-timeout", help="Seconds after which a rank that hangs counts as lost.", panel=_ENGINE)
@@ -89,6 +92,7 @@ def serve(
     data_parallel_size: Dp = 1,
     num_redundant_experts: Redundant = 0,
     batch_invariant: Invariant = False,
+    async_scheduling: Async = None,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxTokens = _DEFAULTS.max_num_batched_tokens,

@@ -39,6 +39,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     num_redundant_experts: int = 0
     max_dispatch_tokens_per_rank: int = 128  # cap of the low-latency expert dispatch
     batch_invariant: bool = False
+    async_scheduling: bool | None = None  # plan a step while the one before it runs; None: where the device works on its own
     num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
     step_timeout_s: float = 120.0  # a rank that is silent, or late to a collective, for this long is lost, and its instance ends
     on_rank_death: str = "fail"  # what becomes of an instance when a rank dies

@@ -1,4 +1,4 @@
-"""For every test: random numbers that depend on its name only, two torch threads, and no process left behind at the end."""
+"""For every test: random numbers that depend on its name only, one torch thread, and no process left behind at the end."""
 
 import random
 import sys
@@ -17,7 +17,7 @@ def seed(request: pytest.FixtureRequest) -> int:
         numpy.random.seed(value)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(value)
-        torch.set_num_threads(2)
+        torch.set_num_threads(1)  # the matrices are small; on a busy machine a second thread costs more than it does
     return value
 
 

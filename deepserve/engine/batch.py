@@ -20,8 +20,12 @@ class Batch:
     ends: np.ndarray  # [num_entries] index of each entry's last token among the step's tokens
 
 
-def build_batch(plan: StepPlan, rows: Rows, page_size: int, device: torch.device) -> Batch:
-    """Lay out a step's tokens as `mla.metadata` draws them."""
+def build_batch(plan: StepPlan, rows: Rows, drawn: torch.Tensor, page_size: int) -> Batch:
+    """Lay out a step's tokens as `mla.metadata` draws them.
+
+    drawn `[num_rows]` int64 on the device: the latest token of each row, for those that the host has not seen.
+    """
+    device = drawn.device
     entry_rows = np.asarray(plan.rows, np.int64)
     starts = np.asarray(plan.starts, np.int64)
     counts = np.asarray(plan.counts, np.int64)
@@ -31,12 +35,17 @@ def build_batch(plan: StepPlan, rows: Rows, page_size: int, device: torch.device
     positions = np.arange(ends[-1]) - (ends - counts - starts).repeat(counts)
     slots = rows.page_table[token_rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
     singles = plan.num_single
-    token_ids = [rows.tokens[row][start] for row, start in zip(plan.rows[:singles], plan.starts[:singles], strict=True)]
+    # A single token may be one that only the device has seen yet; what the host reads in its place does not matter.
+    unseen = np.flatnonzero(starts[:singles] >= rows.num_known[entry_rows[:singles]])
+    single_ids = [
+        0 if start >= rows.num_known[row] else rows.tokens[row][start]
+        for row, start in zip(plan.rows[:singles], plan.starts[:singles], strict=True)
+    ]
     chunks = [
         rows.tokens[row][start : start + count]
         for row, start, count in zip(plan.rows[singles:], plan.starts[singles:], plan.counts[singles:], strict=True)
     ]
-    tokens = np.concatenate((np.asarray(token_ids, np.int64), *chunks)).astype(np.int64)
+    tokens = np.concatenate((np.asarray(single_ids, np.int64), *chunks)).astype(np.int64)
 
     seq_lens = (starts + counts).astype(np.int32)
     max_pages = -(-int(seq_lens.max()) // page_size)
@@ -65,4 +74,7 @@ def build_batch(plan: StepPlan, rows: Rows, page_size: int, device: torch.device
             page_table=to_device(page_table[singles:]),
         )
     meta = AttnMetadata(to_device(positions), to_device(slots), decode, prefill)
-    return Batch(to_device(tokens), meta, ends - 1)
+    token_ids = to_device(tokens)
+    if unseen.size:
+        token_ids[to_device(unseen)] = drawn[to_device(entry_rows[unseen])]
+    return Batch(token_ids, meta, ends - 1)

@@ -12,7 +12,7 @@ from deepserve.engine.lockstep import expert_step
 from deepserve.engine.memory import MemoryBudget, plan_memory
 from deepserve.engine.pages import Pages
 from deepserve.engine.request import Limits, SequenceOutput
-from deepserve.engine.runner import Runner
+from deepserve.engine.runner import Launched, Runner
 from deepserve.engine.scheduler import Scheduler, SchedulerConfig
 from deepserve.engine.step import StepPlan
 from deepserve.messages import Load, Submit
@@ -59,7 +59,10 @@ class Engine:
         num_pages = min(pages for (pages,) in self.groups.world.all_gather_ints([budget.num_pages]))
         self.memory: MemoryBudget = replace(budget, num_pages=num_pages)
         self.pages = Pages(self.memory.num_pages, config.page_size, prefix_caching=args.enable_prefix_caching)
-        self.scheduler = Scheduler(scheduler_config(config), self.pages)
+        # Overlap needs a device that works while the host plans.
+        self.asynchronous = self.backend.runtime.runs_ahead if args.async_scheduling is None else args.async_scheduling
+        self.scheduler = Scheduler(scheduler_config(config, max_in_flight=2 if self.asynchronous else 1), self.pages)
+        self._launched: Launched | None = None
         self.runner = Runner(
             model,
             self.backend,
@@ -78,7 +81,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether a sequence is unfinished or a step has yet to be collected."""
+        return self.scheduler.has_work or self._launched is not None
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether a step is on the device, or done there and not collected."""
+        return self._launched is not None
 
     def submit(self, request: Submit) -> None:
         """Queue a validated request."""
@@ -90,7 +99,8 @@ class Engine:
             self.scheduler.abort(request_id)
 
     def abandon(self, request_ids: list[str]) -> None:
-        """Forget requests after a step that failed half-way: its plan is dropped first."""
+        """Forget requests after a step that failed half-way: plans in flight are dropped first."""
+        self._launched = None
         self.scheduler.discard()
         self.abort(request_ids)
 
@@ -99,10 +109,10 @@ class Engine:
         return self.scheduler.knows(request_id)
 
     def step(self) -> list[SequenceOutput]:
-        """Plan, run, apply, for a rank that is alone. Empty when nothing could run."""
+        """Plan, run, apply, for a rank that is alone. Empty when nothing could run, or when the result comes a step later."""
         plan = self.plan()
         if plan is None:
-            return []
+            return self.collect()
         cap = self.config.args.max_dispatch_tokens_per_rank
         return self.run(plan, expert_step([plan.num_tokens], cap))
 
@@ -111,11 +121,25 @@ class Engine:
         return self.scheduler.plan() if self.groups.is_leader else None
 
     def run(self, plan: StepPlan | None, step: ExpertStep, *, has_tokens: bool = True) -> list[SequenceOutput]:
-        """Run and apply a step; collective over the instance. `has_tokens`: whether this rank's TP group has a plan."""
-        if not has_tokens:
+        """Run a step, and apply it or, with asynchronous scheduling, the one before; collective over the instance.
+
+        `has_tokens`: whether this rank's TP group has a plan.
+        """
+        launched = None
+        if has_tokens:
+            launched = self.runner.launch(self._share(plan), step)
+        else:
             self.runner.idle(step)
+        outputs = self.collect()
+        self._launched = launched
+        return outputs if self.asynchronous else self.collect()
+
+    def collect(self) -> list[SequenceOutput]:
+        """Apply the step that was launched last, if any."""
+        launched, self._launched = self._launched, None
+        if launched is None:
             return []
-        result = self.runner.run(self._share(plan), step)
+        result = self.runner.collect(launched)
         return self.scheduler.apply(result) if self.groups.is_leader else []
 
     def _share(self, plan: StepPlan | None) -> StepPlan:
@@ -162,7 +186,7 @@ def load_model(config: EngineConfig, backend: Backend, *, rank: int = 0, progres
     return model
 
 
-def scheduler_config(config: EngineConfig) -> SchedulerConfig:
+def scheduler_config(config: EngineConfig, *, max_in_flight: int = 1) -> SchedulerConfig:
     args = config.args
     return SchedulerConfig(
         max_num_seqs=args.max_num_seqs,
@@ -170,4 +194,5 @@ def scheduler_config(config: EngineConfig) -> SchedulerConfig:
         max_chunk_tokens=args.long_prefill_token_threshold or args.max_num_batched_tokens,
         chunked_prefill=args.enable_chunked_prefill,
         eos_token_ids=frozenset(config.model.eos_token_ids),
+        max_in_flight=max_in_flight,
     )

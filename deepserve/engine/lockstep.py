@@ -24,11 +24,12 @@ class Ballot:
 
     num_tokens: int = 0  # of its DP replica's plan; 0: no plan
     has_work: bool = False  # it has sequences, even if none can run now
+    has_launched: bool = False  # it has yet to collect its last step, and may have more to do then
     stop: bool = False  # told to end now
     drained: bool = False  # told to drain, and nothing is left here
 
     def ints(self) -> list[int]:
-        return [self.num_tokens, int(self.has_work), int(self.stop), int(self.drained)]
+        return [self.num_tokens, int(self.has_work), int(self.has_launched), int(self.stop), int(self.drained)]
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class Outcome:
 
     num_tokens: tuple[int, ...]  # of each DP replica
     step: ExpertStep  # meaningful if any token runs
+    collect: bool  # nobody has a plan, but somebody has a step to collect first
     end: bool  # somebody was told to stop, or all have drained
 
     @property
     def idle(self) -> bool:
-        return not any(self.num_tokens)
+        return not any(self.num_tokens) and not self.collect
 
 
 def expert_step(num_tokens: list[int], cap: int) -> ExpertStep:
@@ -82,9 +84,10 @@ class Lockstep:
         tp = self.groups.parallel.tp
         leaders = ballots[::tp]  # followers have no plans of their own
         num_tokens = tuple(row[0] for row in leaders)
-        assert any(num_tokens) or not any(row[1] for row in leaders), "there is work that no step takes on"
-        end = any(row[2] for row in leaders) or all(row[3] for row in leaders)
-        return Outcome(num_tokens, expert_step([-(-tokens // tp) for tokens in num_tokens], self._cap), end)
+        collect = not any(num_tokens) and any(row[2] for row in leaders)
+        assert any(num_tokens) or collect or not any(row[1] for row in leaders), "there is work that no step takes on"
+        end = any(row[3] for row in leaders) or all(row[4] for row in leaders)
+        return Outcome(num_tokens, expert_step([-(-tokens // tp) for tokens in num_tokens], self._cap), collect, end)
 
     def park(self, poller: zmq.Poller) -> None:
         """Sleep until a message or a wake-up of this park comes in.

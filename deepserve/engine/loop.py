@@ -116,6 +116,9 @@ class EngineLoop:
         if outcome.idle:
             self._lockstep.park(self._poller)
             return True
+        if outcome.collect:
+            self._send_outputs(self.engine.collect())
+            return True
         outputs = self.engine.run(plan, outcome.step, has_tokens=outcome.num_tokens[self._dp_rank] > 0)
         self._send_outputs(outputs)
         return True
@@ -126,7 +129,7 @@ class EngineLoop:
         self._heart.load = self.engine.load()
         has_work = self.engine.has_work
         drained = self._draining and not has_work
-        return Ballot(0 if plan is None else plan.num_tokens, has_work, self._stopping, drained)
+        return Ballot(0 if plan is None else plan.num_tokens, has_work, self.engine.has_launched, self._stopping, drained)
 
     def close(self, error: str = "") -> None:
         """Say goodbye and close the sockets."""

@@ -184,13 +184,18 @@ def _real(name: str, value, low: float, high: float):
 class Sequence:
     """One token list being generated, as the scheduler sees it.
 
-    `num_computed` counts the tokens whose latents are in the cache, after the last applied step. The scheduler moves a sequence
-    forward by computing tokens `[num_computed, num_tokens)`; there is no prefill or decode phase beyond that.
+    The scheduler moves a sequence forward by computing its tokens in order; there is no prefill or decode phase beyond that.
+
+        tokens      | computed, in the cache | in flight | to be planned |
+                                num_computed ^           ^ num_started   ^ num_expected
+
+    Steps in flight draw tokens that nobody has seen yet: `num_expected` counts them, `tokens` does not. Without a step in flight
+    num_started equals num_computed and num_expected equals the number of tokens.
     """
 
     __slots__ = (
-        "cache_salt", "end_token_ids", "index", "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_sent_pages",
-        "page_hashes", "pages", "params", "prompt_logprobs", "request_id", "row", "tokens",
+        "cache_salt", "end_token_ids", "index", "num_cached", "num_computed", "num_expected", "num_preemptions", "num_prompt",
+        "num_sent_pages", "num_started", "page_hashes", "pages", "params", "prompt_logprobs", "request_id", "row", "stay", "tokens",
     )  # fmt: skip
 
     def __init__(self, request_id: str, index: int, prompt: array, params: SamplingParams, cache_salt: str, end_token_ids: frozenset[int]):
@@ -199,6 +204,9 @@ class Sequence:
         self.tokens = array("i", prompt)  # prompt, then generated
         self.num_prompt = len(prompt)
         self.num_computed = 0
+        self.num_started = 0
+        self.num_expected = len(prompt)
+        self.stay = 0  # which stay in the batch this is; a result of an earlier stay is void
         self.params = params
         self.cache_salt = cache_salt
         self.end_token_ids = end_token_ids  # any of these finishes the sequence

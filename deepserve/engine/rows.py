@@ -15,6 +15,8 @@ class Rows:
     def __init__(self, num_rows: int, max_pages: int):
         self.page_table = np.full((num_rows, max_pages), -1, dtype=np.int32)
         self.tokens: list[np.ndarray] = [np.empty(0, np.int32)] * num_rows  # prompt, generated, and room for what may come
+        self.num_known = np.zeros(num_rows, np.int64)  # tokens that the host has seen; one more may be on the device
+        self.num_fills = np.zeros(num_rows, np.int64)  # which sequence, in a way: tells a late token that its row has been refilled
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.sequence_idx = np.zeros(num_rows, np.int64)
         self.seed = np.zeros(num_rows, np.int64)
@@ -38,11 +40,19 @@ class Rows:
             self.page_table[plan.page_rows, plan.page_idxs] = plan.page_ids
         return [fill.row for fill in plan.fills]
 
+    def learn(self, row: int, num_fills: int, position: int, token: int) -> None:
+        """A drawn token has reached the host. It is dropped if another sequence has taken the row since."""
+        if self.num_fills[row] == num_fills and position < len(self.tokens[row]):
+            self.tokens[row][position] = token
+            self.num_known[row] = position + 1
+
     def _fill(self, fill: RowFill) -> None:
         row, params = fill.row, fill.params
         known = np.frombuffer(fill.tokens, np.int32)
         assert params.max_tokens is not None and params.seed is not None
         self.tokens[row] = np.concatenate((known, np.zeros(fill.num_prompt + params.max_tokens - len(known), np.int32)))
+        self.num_known[row] = len(known)
+        self.num_fills[row] += 1
         self.page_table[row] = -1
         self.page_table[row, : len(fill.pages)] = fill.pages
         self.num_prompt[row] = fill.num_prompt

@@ -1,11 +1,12 @@
 """One rank's device side: weights, caches, and the pass from plan to result."""
 
+from dataclasses import dataclass
+
 import torch
 
 from deepserve.engine.batch import build_batch
-from deepserve.engine.request import PositionLogprobs
 from deepserve.engine.rows import Rows
-from deepserve.engine.sampler import PROMPT_TILE, Sampler
+from deepserve.engine.sampler import PROMPT_TILE, Sampler, Wanted
 from deepserve.engine.step import StepPlan, StepResult
 from deepserve.model.decoder import Decoder
 from hw.api import Backend, ExpertStep
@@ -26,50 +27,76 @@ class Runner:
         self.sampler = Sampler(backend.ops, self.rows, model.config.vocab_size, runtime.device)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, step: ExpertStep) -> StepResult:
-        """One forward pass and the draws behind it. All ranks of a TP group call it with the same plan and get the same tokens.
+    def launch(self, plan: StepPlan, step: ExpertStep) -> "Launched":
+        """Queue one forward pass and the draws behind it; waits for nothing that the device has yet to do.
 
-        Log-probabilities are rank 0's; the others return none.
+        All ranks of a TP group call it with the same plan and get the same tokens; log-probabilities are rank 0's.
         """
         self.sampler.forget(self.rows.update(plan))
-        batch = build_batch(plan, self.rows, self.page_size, self.backend.runtime.device)
+        batch = build_batch(plan, self.rows, self.sampler.drawn, self.page_size)
         hidden = self.model.forward(batch.token_ids, batch.meta, self.caches, step)
         row_ids = [plan.rows[i] for i in plan.draws]
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draws]
-        tokens, by_draw = self._draw(hidden[batch.ends[plan.draws]], row_ids, positions)
-        for row, position, token in zip(row_ids, positions, tokens, strict=True):
-            if position < len(self.rows.tokens[row]):
-                self.rows.tokens[row][position] = token
-        logprobs = {plan.draws[j]: found for j, found in by_draw.items()}
+        tokens, logprobs = self._draw(hidden[batch.ends[plan.draws]], row_ids, positions)
         prompt_logprobs = {i: self._prompt_logprobs(plan, i, hidden, int(batch.ends[i])) for i in plan.prompt_logprobs}
-        return StepResult(plan.step, tokens, logprobs, prompt_logprobs)
+        return Launched(plan, row_ids, self.rows.num_fills[row_ids].tolist(), positions, tokens, logprobs, prompt_logprobs)
+
+    def collect(self, launched: "Launched") -> StepResult:
+        """Wait for a launched step and fetch what it produced. Steps are collected in the order of their launch."""
+        plan, tokens = launched.plan, launched.tokens.tolist()
+        for row, num_fills, position, token in zip(launched.rows, launched.num_fills, launched.positions, tokens, strict=True):
+            self.rows.learn(row, num_fills, position, token)
+        by_draw = {} if launched.logprobs is None else launched.logprobs.fetch()
+        return StepResult(
+            step=plan.step,
+            tokens=tokens,
+            logprobs={plan.draws[j]: found for j, found in by_draw.items()},
+            prompt_logprobs={i: [at for tile in tiles for at in tile.fetch().values()] for i, tiles in launched.prompt_logprobs.items()},
+        )
+
+    def run(self, plan: StepPlan, step: ExpertStep) -> StepResult:
+        """Launch and collect."""
+        return self.collect(self.launch(plan, step))
 
     @torch.inference_mode()
     def idle(self, step: ExpertStep) -> None:
         """Take part in a step without tokens of our own."""
         self.model.idle(step)
 
-    def _draw(self, hidden: torch.Tensor, row_ids: list[int], positions: list[int]) -> tuple[list[int], dict[int, PositionLogprobs]]:
-        """Rank 0 of the TP group samples and tells the others."""
+    def _draw(self, hidden: torch.Tensor, row_ids: list[int], positions: list[int]) -> tuple[torch.Tensor, Wanted | None]:
+        """Rank 0 of the TP group samples and tells the others. hidden `[R, hidden]`, tokens `[R]` int64."""
         if not row_ids:
-            return [], {}
+            return self.sampler.drawn[:0], None
         logits = self.model.logits(hidden)
         if logits is None:
-            drawn = torch.empty(len(row_ids), dtype=torch.int64, device=hidden.device)
-            return self.backend.tp.broadcast(drawn).tolist(), {}
+            tokens = self.backend.tp.broadcast(torch.empty(len(row_ids), dtype=torch.int64, device=hidden.device))
+            self.sampler.drawn[row_ids] = tokens
+            return tokens, None
         tokens, logprobs = self.sampler.draw(logits, row_ids, positions)
-        self.backend.tp.broadcast(torch.tensor(tokens, dtype=torch.int64, device=hidden.device))
-        return tokens, logprobs
+        return self.backend.tp.broadcast(tokens), logprobs
 
-    def _prompt_logprobs(self, plan: StepPlan, entry: int, hidden: torch.Tensor, end: int) -> list[PositionLogprobs]:
+    def _prompt_logprobs(self, plan: StepPlan, entry: int, hidden: torch.Tensor, end: int) -> list[Wanted]:
         """Positions `start + 1 .. start + count` of one entry, as far as they are prompt, a tile of logits at a time."""
         row, start, count = plan.rows[entry], plan.starts[entry], plan.counts[entry]
         num = min(count, int(self.rows.num_prompt[row]) - 1 - start)
         first_hidden = end - count + 1
-        found: list[PositionLogprobs] = []
+        found: list[Wanted] = []
         for low in range(0, num, PROMPT_TILE):
             high = min(low + PROMPT_TILE, num)
             logits = self.model.logits(hidden[first_hidden + low : first_hidden + high])
             if logits is not None:
-                found += self.sampler.prompt_logprobs(logits, row, start + 1 + low)
+                found.append(self.sampler.prompt_logprobs(logits, row, start + 1 + low))
         return found
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way through the device."""
+
+    plan: StepPlan
+    rows: list[int]  # of each draw
+    num_fills: list[int]  # of these rows at launch
+    positions: list[int]  # where the drawn tokens stand
+    tokens: torch.Tensor  # [num_draws] int64
+    logprobs: Wanted | None  # by draw
+    prompt_logprobs: dict[int, list[Wanted]]  # by entry, in tiles

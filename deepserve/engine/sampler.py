@@ -4,12 +4,14 @@ A draw depends on its row's logits, params, tokens so far and position, and on n
 computed before. So a step may be run again and gives the same tokens.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from deepserve.engine.request import PositionLogprobs
 from deepserve.engine.rows import Rows
-from hw.api import Ops, PenaltyInputs, SampleInputs
+from hw.api import Logprobs, Ops, PenaltyInputs, SampleInputs
 
 # Logit rows of a prompt whose log-probabilities are computed at once; bounds memory at 256 x vocabulary x 4 bytes.
 PROMPT_TILE = 256
@@ -25,7 +27,7 @@ class _Seen:
         self.upto = num_prompt
 
     def move_to(self, tokens: np.ndarray, upto: int) -> None:
-        """Count generated tokens up to position `upto`, forwards or, after a discarded step, backwards."""
+        """Count generated tokens up to position `upto`, forwards or, after a discarded step, backwards. The host knows them."""
         low, high, step = (self.upto, upto, 1.0) if upto >= self.upto else (upto, self.upto, -1.0)
         if low < high:
             ids = torch.from_numpy(tokens[low:high].astype(np.int64)).to(self.counts.device)
@@ -34,10 +36,11 @@ class _Seen:
 
 
 class Sampler:
-    """Draws the next token of each row; owns nothing but the penalty counts, which it can move either way."""
+    """Draws the next token of each row. Owns the latest draws, and the penalty counts, which it can move either way."""
 
     def __init__(self, ops: Ops, rows: Rows, vocab_size: int, device: torch.device):
         self.ops, self.rows, self.vocab_size, self.device = ops, rows, vocab_size, device
+        self.drawn = torch.zeros(rows.page_table.shape[0], dtype=torch.int64, device=device)  # [num_rows] latest token of each row
         self._seen: dict[int, _Seen] = {}
 
     def forget(self, filled: list[int]) -> None:
@@ -45,33 +48,31 @@ class Sampler:
         for row in filled:
             self._seen.pop(row, None)
 
-    def draw(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> tuple[list[int], dict[int, PositionLogprobs]]:
+    def draw(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> tuple[torch.Tensor, "Wanted | None"]:
         """logits `[R, V]` fp32, changed in place; positions are where the drawn tokens will stand.
 
-        Returns one token for each row, and by index into `row_ids` the log-probabilities that were asked for.
+        Returns tokens `[R]` int64 and the log-probabilities that were asked for, all still on the device.
         """
-        if not row_ids:
-            return [], {}
         rows = self.rows
         wanted = [i for i, row in enumerate(row_ids) if row in rows.with_logprobs] if rows.with_logprobs else []
         raw = logits[wanted].clone() if wanted else None
         self._penalize(logits, row_ids, positions)
         self._bias(logits, row_ids, positions)
         tokens = self.ops.sample(logits, self._inputs(row_ids, positions))
-        found: dict[int, PositionLogprobs] = {}
-        if raw is not None:
-            nums = [rows.params[row_ids[i]].logprobs for i in wanted]
-            found = dict(zip(wanted, self._logprobs(raw, tokens[wanted], nums), strict=True))
-        return tokens.tolist(), found
+        self.drawn[row_ids] = tokens
+        if raw is None:
+            return tokens, None
+        nums = [rows.params[row_ids[i]].logprobs for i in wanted]
+        return tokens, self._wanted(raw, tokens[wanted], nums, wanted)
 
-    def prompt_logprobs(self, logits: torch.Tensor, row: int, first: int) -> list[PositionLogprobs]:
+    def prompt_logprobs(self, logits: torch.Tensor, row: int, first: int) -> "Wanted":
         """Log-probabilities of prompt tokens `first, first + 1, ...`, one for each row of logits `[R, V]` fp32."""
         tokens = torch.from_numpy(self.rows.tokens[row][first : first + logits.shape[0]].astype(np.int64)).to(self.device)
         num = self.rows.params[row].prompt_logprobs
-        return self._logprobs(logits, tokens, [num] * logits.shape[0])
+        return self._wanted(logits, tokens, [num] * logits.shape[0], list(range(logits.shape[0])))
 
     def _inputs(self, row_ids: list[int], positions: list[int]) -> SampleInputs:
-        rows, ids = self.rows, np.asarray(row_ids)
+        rows, ids = self.rows, np.asarray(row_ids, np.int64)
 
         def tensor(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
@@ -94,6 +95,7 @@ class Sampler:
         if not picked:
             return
         seen = [self._seen_of(row_ids[i], positions[i]) for i in picked]
+        seen_counts = [self._counts(s, row_ids[i], positions[i]) for s, i in zip(seen, picked, strict=True)]
         params = [self.rows.params[row_ids[i]] for i in picked]
 
         def column(values: list[float]) -> torch.Tensor:
@@ -102,7 +104,7 @@ class Sampler:
         inputs = PenaltyInputs(
             rows=torch.tensor(picked, device=self.device),
             prompt_mask=torch.stack([s.prompt_mask for s in seen]),
-            output_counts=torch.stack([s.counts for s in seen]),
+            output_counts=torch.stack(seen_counts),
             presence=column([p.presence_penalty for p in params]),
             frequency=column([p.frequency_penalty for p in params]),
             repetition=column([p.repetition_penalty for p in params]),
@@ -113,8 +115,15 @@ class Sampler:
         tokens = self.rows.tokens[row]
         if row not in self._seen:
             self._seen[row] = _Seen(tokens, int(self.rows.num_prompt[row]), self.vocab_size, self.device)
-        self._seen[row].move_to(tokens, position)
+        self._seen[row].move_to(tokens, min(position, int(self.rows.num_known[row])))
         return self._seen[row]
+
+    def _counts(self, seen: _Seen, row: int, position: int) -> torch.Tensor:
+        """Times that each token was generated before `position`, the latest one included even if only the device has seen it."""
+        if seen.upto == position:
+            return seen.counts
+        assert seen.upto == position - 1, "two tokens of a row are unseen"
+        return seen.counts.index_add(0, self.drawn[row : row + 1], torch.ones(1, device=self.device))
 
     def _bias(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> None:
         """Logit bias, then the ban on end tokens before min_tokens."""
@@ -129,11 +138,24 @@ class Sampler:
                 if row in rows.min_length and positions[i] - rows.num_prompt[row] < rows.params[row].min_tokens:
                     logits[i, list(rows.end_token_ids[row])] = -torch.inf
 
-    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, nums: list[int]) -> list[PositionLogprobs]:
-        """One entry for each row: the token that stands there, then its `nums[i]` best."""
-        result = self.ops.logprobs(logits, tokens, min(max(nums, default=0), self.vocab_size))
-        columns = (tokens, result.token, result.rank, result.top_ids, result.top)
-        return [
-            PositionLogprobs([token, *top_ids[:num]], [logprob, *top[:num]], rank)
-            for token, logprob, rank, top_ids, top, num in zip(*(c.tolist() for c in columns), nums, strict=True)
-        ]
+    def _wanted(self, logits: torch.Tensor, tokens: torch.Tensor, nums: list[int], keys: list[int]) -> "Wanted":
+        """The token that stands at each row of logits, then its `nums[i]` best."""
+        return Wanted(keys, nums, tokens, self.ops.logprobs(logits, tokens, min(max(nums, default=0), self.vocab_size)))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Log-probabilities on the device, until the host asks."""
+
+    keys: list[int]
+    nums: list[int]  # alternatives of each
+    tokens: torch.Tensor  # [R] int64
+    result: Logprobs
+
+    def fetch(self) -> dict[int, PositionLogprobs]:
+        """By key; waits for the device."""
+        columns = (self.tokens, self.result.token, self.result.rank, self.result.top_ids, self.result.top)
+        return {
+            key: PositionLogprobs([token, *top_ids[:num]], [logprob, *top[:num]], rank)
+            for token, logprob, rank, top_ids, top, num, key in zip(*(c.tolist() for c in columns), self.nums, self.keys, strict=True)
+        }

@@ -4,7 +4,10 @@ There is no prefill phase and no decode phase: each sequence has `num_computed` 
 known tokens. A step takes sequences one token behind first (decode), then longer catch-ups in chunks (prefill), then admits
 waiting ones, all within one token budget.
 
-Nothing irrevocable happens in `plan()`: tokens and computed lengths advance only in `apply()`.
+Nothing irrevocable happens in `plan()`: tokens and computed lengths advance only in `apply()`. With `max_in_flight` 2 a step may be
+planned while the one before it runs, from optimistic lengths: every drawn token is taken to go on. Where it did not (end token, abort,
+preemption), the later result is void and dropped. Its pages may be given away at once, because a device runs steps in order: what
+the void step wrote is overwritten by whoever has the page then.
 """
 
 from array import array
@@ -26,6 +29,7 @@ class SchedulerConfig:
     max_chunk_tokens: int  # most tokens of one sequence in a step
     chunked_prefill: bool
     eos_token_ids: frozenset[int]
+    max_in_flight: int = 1  # 2: asynchronous scheduling
 
 
 @dataclass
@@ -51,7 +55,9 @@ class Scheduler:
         self._followers: dict[str, list[Sequence]] = {}  # sequences 1.. of a request, until sequence 0 has computed the prompt
         self._num_live: dict[str, int] = {}  # unfinished sequences of each request
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._in_flight: tuple[StepPlan, list[Sequence]] | None = None
+        # Plans without results, oldest first: their sequences by entry, and in which stay each was planned.
+        self._in_flight: deque[tuple[StepPlan, list[Sequence], list[int]]] = deque()
+        self._num_planned = 0
         self._resend_all = False
 
     # Requests
@@ -71,7 +77,6 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free what it holds. Returns whether it was known."""
-        assert self._in_flight is None, "a step is in flight"
         if self._num_live.pop(request_id, None) is None:
             return False
         self._followers.pop(request_id, None)
@@ -96,20 +101,23 @@ class Scheduler:
     # Planning
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can run. A plan must be applied or discarded before the next one."""
-        assert self._in_flight is None, "the last plan was neither applied nor discarded"
+        """The next step, or None when nothing can run. At most `max_in_flight` plans may wait for their results."""
+        assert len(self._in_flight) < self.config.max_in_flight, "earlier plans were neither applied nor discarded"
         scheduled: dict[Sequence, int] = {}  # tokens in this step
         preempted = self._plan_running(scheduled)
         admitted = [] if preempted else self._admit(scheduled)
         if not scheduled:
             return None
         plan, order = self._compose(scheduled, admitted)
-        self._in_flight = plan, order
+        self._in_flight.append((plan, order, [sequence.stay for sequence in order]))
         return plan
 
     def discard(self) -> None:
-        """Drop the plan in flight, if any; the next plan tells the runner everything again."""
-        self._in_flight = None
+        """Drop the plans in flight, if any; the next plan tells the runner everything again."""
+        self._in_flight.clear()
+        for sequence in self.running:
+            sequence.num_started = sequence.num_computed
+            sequence.num_expected = len(sequence.tokens)
         self._resend_all = True
 
     def _plan_running(self, scheduled: dict[Sequence, int]) -> bool:
@@ -121,10 +129,13 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.row is None:
                 continue  # preempted for an older one just now
-            start = sequence.num_computed
-            if len(sequence.tokens) - start > 1:
+            start = sequence.num_started
+            missing = sequence.num_expected - start
+            if missing > 1:
                 behind.append(sequence)
-            elif budget > 0 and (start < len(sequence.pages) * page_size or self._grow(sequence, start + 1, scheduled)):
+            elif missing == 0 or budget == 0 or (start >= len(sequence.tokens) and _will_end(sequence)):
+                continue
+            elif start < len(sequence.pages) * page_size or self._grow(sequence, start + 1, scheduled):
                 scheduled[sequence] = 1
                 budget -= 1
         for sequence in behind:
@@ -134,8 +145,8 @@ class Scheduler:
                 break
             if sequence.row is None:
                 continue
-            count = min(len(sequence.tokens) - sequence.num_computed, self.config.max_chunk_tokens, budget)
-            if self._grow(sequence, sequence.num_computed + count, scheduled):
+            count = min(sequence.num_expected - sequence.num_started, self.config.max_chunk_tokens, budget)
+            if self._grow(sequence, sequence.num_started + count, scheduled):
                 scheduled[sequence] = count
         return self.stats.num_preemptions > num_preemptions
 
@@ -156,7 +167,8 @@ class Scheduler:
         """Take everything from a running sequence; it waits in front and computes its tokens again, mostly from the prefix cache."""
         assert self.running.pop() is sequence, "only the newest is preempted"
         self._vacate(sequence)
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_started = 0
+        sequence.num_expected = len(sequence.tokens)  # what is in flight will be drawn again, and be the same
         sequence.num_preemptions += 1
         if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs.clear()
@@ -170,6 +182,7 @@ class Scheduler:
         assert sequence.row is not None
         self._free_rows.append(sequence.row)
         sequence.row = None
+        sequence.stay += 1
 
     def _admit(self, scheduled: dict[Sequence, int]) -> list[Sequence]:
         """Move waiting sequences to running while rows, tokens and pages last, in order."""
@@ -189,7 +202,8 @@ class Scheduler:
             self.waiting.popleft()
             self.pages.hold(hits)
             fresh = self.pages.allocate(self.pages.num_for(num_cached + count) - len(hits))
-            sequence.pages, sequence.page_hashes, sequence.num_computed = hits + fresh, hashes, num_cached
+            sequence.pages, sequence.page_hashes = hits + fresh, hashes
+            sequence.num_computed = sequence.num_started = num_cached
             sequence.row = self._free_rows.pop()
             if sequence.num_preemptions == 0:
                 sequence.num_cached = num_cached
@@ -222,10 +236,10 @@ class Scheduler:
                 page_ids += sequence.pages[new.start :]
                 sequence.num_sent_pages = num_pages
         counts = [scheduled[s] for s in order]
-        starts = [s.num_computed for s in order]
-        ends = [len(s.tokens) for s in order]
+        starts = [s.num_started for s in order]
+        draws = [i for i, s in enumerate(order) if starts[i] + counts[i] == s.num_expected and s.params.max_tokens]
         plan = StepPlan(
-            step=self.stats.num_steps,
+            step=self._num_planned,
             fills=[_fill(s) for s in fills],
             page_rows=page_rows,
             page_idxs=page_idxs,
@@ -234,33 +248,38 @@ class Scheduler:
             starts=starts,
             counts=counts,
             num_single=len(singles),
-            draws=[i for i, s in enumerate(order) if starts[i] + counts[i] == ends[i] and s.params.max_tokens],
-            prompt_logprobs=[i for i, s in enumerate(order) if s.wants_prompt_logprobs],
+            draws=draws,
+            prompt_logprobs=[i for i, s in enumerate(order) if s.wants_prompt_logprobs and starts[i] < s.num_prompt],
         )
+        self._num_planned += 1
+        for sequence, count in zip(order, counts, strict=True):
+            sequence.num_started += count
+        for i in draws:
+            order[i].num_expected += 1
         return plan, order
 
     # Results
 
     def apply(self, result: StepResult) -> list[SequenceOutput]:
-        """Advance by the plan in flight. Returns news for clients; finished sequences have left and freed their pages."""
-        assert self._in_flight is not None and self._in_flight[0].step == result.step, "a result without its plan"
-        plan, order = self._in_flight
-        self._in_flight = None
+        """Advance by the oldest plan in flight. Returns news for clients; finished sequences have left and freed their pages."""
+        assert self._in_flight and self._in_flight[0][0].step == result.step, "a result without its plan"
+        plan, order, stays = self._in_flight.popleft()
         self.stats.num_steps += 1
         outputs: list[SequenceOutput] = []
         page_size = self.pages.page_size
-        drawn = iter(result.tokens)
-        draws = set(plan.draws)
+        drawn = dict(zip(plan.draws, result.tokens, strict=True))
         done: list[Sequence] = []
         for i, sequence in enumerate(order):
-            start = sequence.num_computed
+            if sequence.stay != stays[i]:
+                continue  # it ended, was aborted or was preempted while this step ran
+            start = plan.starts[i]
             sequence.num_computed = end = start + plan.counts[i]
             if end // page_size > start // page_size:
                 self._publish(sequence)
             if i in result.prompt_logprobs:
                 self._add_prompt_logprobs(sequence, result.prompt_logprobs[i])
-            if i in draws:
-                output = self._append(sequence, next(drawn), result.logprobs.get(i))
+            if i in drawn:
+                output = self._append(sequence, drawn[i], result.logprobs.get(i))
             elif end == sequence.num_prompt and not sequence.params.max_tokens:
                 output = self._scored(sequence)
             else:
@@ -341,6 +360,11 @@ class Scheduler:
         assert all(s.row is None and not s.pages for s in self.waiting), "a waiting sequence holds something"
         live = Counter(s.request_id for s in (*self.running, *self.waiting, *chain(*self._followers.values())))
         assert live == self._num_live, "requests and their sequences differ"
+
+
+def _will_end(sequence: Sequence) -> bool:
+    """Whether a token in flight is the last one that the sequence may have."""
+    return sequence.num_expected - sequence.num_prompt >= sequence.params.max_tokens
 
 
 def _fill(sequence: Sequence) -> RowFill:

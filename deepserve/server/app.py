@@ -1,8 +1,12 @@
 """The HTTP routes. FastAPI routes and documents; bodies are decoded by msgspec, and tokens never pass through it."""
 
+import asyncio
+from functools import partial
+
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from deepserve import __version__
@@ -36,7 +40,7 @@ def _add_generation(app: FastAPI, state: ServerState):
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        return chat_reply(state, await _decode(request, chat_decoder, state))
+        return await chat_reply(state, await _decode(request, chat_decoder, state))
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -111,11 +115,13 @@ async def _tokenize(state: ServerState, asked: TokenizeRequest) -> list[int]:
     if (asked.prompt is None) == (asked.messages is None):
         raise ValueError("give either prompt or messages")
     if asked.prompt is not None:
-        return await encode_text(state, asked.prompt, needed_limits(state), add_special_tokens=asked.add_special_tokens is not False)
+        encode = partial(state.tokenizer.encode, add_special_tokens=asked.add_special_tokens is not False)
+        return await encode_text(state, asked.prompt, needed_limits(state), encode)
     if asked.add_special_tokens:
         raise ValueError("add_special_tokens is for prompts: the chat template adds them to messages")
-    return chat_prompt(
-        state.template,
+    return await chat_prompt(
+        state,
+        needed_limits(state),
         asked.messages,
         tools=asked.tools,
         add_generation_prompt=asked.add_generation_prompt,
@@ -126,7 +132,14 @@ async def _tokenize(state: ServerState, asked: TokenizeRequest) -> list[int]:
 
 async def _decode(request: Request, decoder: msgspec.json.Decoder, state: ServerState):
     """The body as the decoder's type. Raises ApiError."""
-    body = await _read_body(request, state.options.max_body_bytes)
+    timeout_s = state.options.body_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await _read_body(request, state.options.max_body_bytes)
+    except TimeoutError as error:
+        raise ApiError(408, f"the body was not complete after {timeout_s:g} s", headers={"connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise bad_request("the client left before its body was complete") from error  # for the access log: nobody hears it
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -6,38 +6,40 @@ import uuid
 import msgspec
 from msgspec import UNSET
 
-from deepserve.engine.request import MAX_LOGPROBS, SamplingParams
+from deepserve.engine.request import MAX_LOGPROBS, Limits, SamplingParams
 from deepserve.server.generation import Choice, Generation, News
 from deepserve.server.logprobs import chat_logprobs, prompt_logprobs
-from deepserve.server.prepare import check_common, check_model, generate, needed_limits, validated
+from deepserve.server.prepare import check_common, check_model, encode_text, generate, needed_limits, validated
 from deepserve.server.protocol import ChatRequest, Message, Tool, sampling_params
 from deepserve.server.reply import ChunkWriter, Reply, usage
 from deepserve.server.responses import AssistantMessage, ChatChoice, ChatChunkChoice, ChatCompletion, Delta
 from deepserve.server.state import ServerState
-from deepserve.text.chat import ChatTemplate
 
 
-def chat_reply(state: ServerState, request: ChatRequest) -> Reply:
+async def chat_reply(state: ServerState, request: ChatRequest) -> Reply:
     """Raises ApiError for whatever cannot be served."""
     model = check_model(state, request.model)
+    limits = needed_limits(state)
     with check_common(request):
         params = _params(request, state)
-        prompt = chat_prompt(
-            state.template,
+        prompt = await chat_prompt(
+            state,
+            limits,
             request.messages,
             tools=_tools(request),
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             chat_template_kwargs=request.chat_template_kwargs,
         )
-        params = validated([prompt], params, needed_limits(state))
+        params = validated([prompt], params, limits)
     generation = generate(state, [prompt], params, request.cache_salt or "")
     form = ChatForm(state, request, generation, model)
     return Reply(generation, form, stream=bool(request.stream), include_usage=request.include_usage)
 
 
-def chat_prompt(
-    template: ChatTemplate,
+async def chat_prompt(
+    state: ServerState,
+    limits: Limits,
     messages: list[Message],
     *,
     tools: list[Tool] | None,
@@ -53,13 +55,14 @@ def chat_prompt(
         # OpenAI's newer name; templates know "system" and silently leave out roles they do not know.
         if turn["role"] == "developer":
             turn["role"] = "system"
-    return template.encode(
+    marked = state.template.marked(
         turns,
         tools=msgspec.to_builtins(tools) if tools else None,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         chat_template_kwargs=chat_template_kwargs,
     )
+    return await encode_text(state, marked, limits, state.template.encode_marked)
 
 
 def _tools(request: ChatRequest) -> list[Tool] | None:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from functools import partial
 
 import msgspec
 
@@ -28,11 +29,8 @@ async def completion_reply(state: ServerState, request: CompletionRequest) -> Re
             raise ValueError(
                 f"n {params.n} times {len(given)} prompts are {len(given) * params.n} choices, at most {MAX_CHOICES} are allowed"
             )
-        add_special_tokens = request.add_special_tokens is not False
-        prompts = [
-            await encode_text(state, prompt, limits, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
-            for prompt in given
-        ]
+        encode = partial(state.tokenizer.encode, add_special_tokens=request.add_special_tokens is not False)
+        prompts = [await encode_text(state, prompt, limits, encode) if isinstance(prompt, str) else prompt for prompt in given]
         each = validated(prompts, params, limits)
     generation = generate(state, prompts, each, request.cache_salt or "")
     echoes = (

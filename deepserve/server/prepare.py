@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import contextmanager
 
 from msgspec.structs import replace
@@ -46,13 +47,14 @@ def needed_limits(state: ServerState) -> Limits:
     return limits
 
 
-async def encode_text(state: ServerState, text: str, limits: Limits, *, add_special_tokens: bool) -> list[int]:
-    """Raises ValueError for a text that cannot fit, without encoding it first."""
+async def encode_text(state: ServerState, text: str, limits: Limits, encode: Callable[[str], list[int]]) -> list[int]:
+    """`encode(text)`. Raises ValueError for a text that cannot fit, without encoding it first."""
     if len(text) > limits.max_model_len * state.longest_token_bytes:
         raise ValueError(f"the prompt has {len(text)} characters, which cannot fit {limits.max_model_len} tokens")
     if len(text) < ENCODE_IN_THREAD_CHARS:
-        return state.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(state.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        await asyncio.sleep(0)  # a turn for the others: a request may have thousands of texts
+        return encode(text)
+    return await asyncio.to_thread(encode, text)
 
 
 def validated(prompts: list[list[int]], params: SamplingParams, limits: Limits) -> list[SamplingParams]:

@@ -28,6 +28,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_engines: int = 1  # that /ready waits for
     engine_silence_limit_s: float = 10.0
     max_body_bytes: int = 16 << 20
+    body_timeout_s: float = 60.0  # a client that sends slower is refused: until then it is in flight, and a drain waits for it
     max_concurrent_requests: int = 4096
     shutdown_timeout_s: float | None = None  # of a drain; None: until the last request is done
     access_log: bool = False

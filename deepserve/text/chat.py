@@ -81,9 +81,20 @@ class ChatTemplate:
         further variables of the template ("thinking"). Text parts of a message are joined by a newline. Raises ValueError, with the
         template's own message where it has one, for whatever the template or the model cannot take.
         """
-        rendered = self._render(messages, tools, documents, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        return self.encode_marked(
+            self._render(messages, tools, documents, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        )
+
+    def marked(self, messages: list[dict], **options) -> str:
+        """The first and quick half of `encode`, whose options these are: the prompt with marks for control tokens."""
+        options = {"tools": None, "documents": None, "add_generation_prompt": True, "continue_final_message": False, **options}
+        kwargs = options.pop("chat_template_kwargs", None)
+        return self._render(messages, kwargs=kwargs, **options)
+
+    def encode_marked(self, marked: str) -> list[int]:
+        """The second half, which takes as long as the text is."""
         ids = []
-        for run in _MARK.split(rendered):
+        for run in _MARK.split(marked):
             if run in self._text_of:
                 ids.append(self._tokenizer.added_tokens[self._text_of[run]])
             elif run:
@@ -92,9 +103,7 @@ class ChatTemplate:
 
     def render(self, messages: list[dict], **options) -> str:
         """The prompt as text, to look at (options as of `encode`): client text and control tokens cannot be told apart in it."""
-        options = {"tools": None, "documents": None, "add_generation_prompt": True, "continue_final_message": False, **options}
-        kwargs = options.pop("chat_template_kwargs", None)
-        return self._unmark(self._render(messages, kwargs=kwargs, **options))
+        return self._unmark(self.marked(messages, **options))
 
     def _render(self, messages, tools, documents, add_generation_prompt, continue_final_message, kwargs) -> str:
         """Prompt text with marks for control tokens."""

@@ -72,7 +72,8 @@ class Tokenizer:
         becomes a control token. Raises ValueError for text with lone surrogates.
         """
         check_text(text)
-        ids = (self._full if parse_special else self._plain).encode(text, add_special_tokens=False).ids
+        # `encode` of the library keeps other threads from running for as long as it takes; this one does not.
+        ids = (self._full if parse_special else self._plain).encode_batch_fast([text], add_special_tokens=False)[0].ids
         if add_special_tokens and self._adds_bos and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids

@@ -14,6 +14,8 @@ DEFAULT_CACHE_BYTES = 4 << 30
 class CpuRuntime:
     """Runtime over host memory."""
 
+    runs_ahead = False
+
     def __init__(self):
         self.device = torch.device("cpu")
 

@@ -36,8 +36,14 @@ def fill(sampler: Sampler, row: int, *, prompt=PROMPT, generated=(), ends=(), se
     sampler.forget([row])
 
 
+def draw(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]):
+    """Tokens, and log-probabilities by index into `rows`, as the host gets them."""
+    tokens, wanted = sampler.draw(logits, rows, positions)
+    return tokens.tolist(), {} if wanted is None else wanted.fetch()
+
+
 def processed(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> np.ndarray:
-    sampler.draw(logits.clone(), rows, positions)
+    draw(sampler, logits.clone(), rows, positions)
     return sampler.ops.drawn_from.numpy()
 
 
@@ -84,15 +90,27 @@ def test_a_token_drawn_again_is_counted_once():
     sampler = make_sampler()
     fill(sampler, 0, generated=GENERATED[:2], frequency_penalty=1.0)
     logits = torch.randn(1, VOCAB_SIZE)
-    tokens, end = sampler.rows.tokens[0], len(PROMPT) + 2
+    rows, end = sampler.rows, len(PROMPT) + 2
     processed(sampler, logits, [0], [end])
-    tokens[end] = 40  # what the step drew
+    rows.learn(0, rows.num_fills[0], end, 40)  # what the step drew
     processed(sampler, logits, [0], [end + 1])
     processed(sampler, logits, [0], [end])  # both steps are discarded, the first runs again
-    tokens[end] = 41  # and draws something else
+    rows.learn(0, rows.num_fills[0], end, 41)  # and draws something else
     found = processed(sampler, logits, [0], [end + 1])
     wanted = penalized(logits[0].numpy(), PROMPT, [*GENERATED[:2], 41], frequency=1.0)
     np.testing.assert_allclose(found[0], wanted, rtol=1e-6)
+
+
+def test_a_token_that_only_the_device_has_seen_counts():
+    """As when the next step is launched before this one's result is fetched."""
+    sampler = make_sampler()
+    fill(sampler, 0, generated=GENERATED[:2], frequency_penalty=1.0, presence_penalty=0.5)
+    logits, end = torch.randn(1, VOCAB_SIZE), len(PROMPT) + 2
+    for _ in range(2):  # asking twice counts it once
+        (token,), _ = draw(sampler, logits.clone(), [0], [end])
+        found = processed(sampler, logits, [0], [end + 1])
+        wanted = penalized(logits[0].numpy(), PROMPT, [*GENERATED[:2], token], frequency=1.0, presence=0.5)
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-6)
 
 
 def test_a_new_tenant_of_a_row_is_counted_anew():
@@ -141,7 +159,7 @@ def test_end_tokens_wait_for_min_tokens(num_generated, banned):
 def test_a_ban_of_every_token_stops_nothing(params):
     sampler = make_sampler()
     fill(sampler, 0, ends=range(VOCAB_SIZE), min_tokens=2, logprobs=2, **params)
-    tokens, found = sampler.draw(torch.randn(1, VOCAB_SIZE), [0], [4])
+    tokens, found = draw(sampler, torch.randn(1, VOCAB_SIZE), [0], [4])
     assert 0 <= tokens[0] < VOCAB_SIZE
     assert np.isfinite(found[0].logprobs).all()
 
@@ -161,7 +179,7 @@ EXTREMES = [
 def test_extreme_params_draw_a_token(params):
     sampler = make_sampler()
     fill(sampler, 0, generated=GENERATED, **params)
-    tokens, _ = sampler.draw(torch.randn(1, VOCAB_SIZE) * 30, [0], [8])
+    tokens, _ = draw(sampler, torch.randn(1, VOCAB_SIZE) * 30, [0], [8])
     assert 0 <= tokens[0] < VOCAB_SIZE
 
 
@@ -184,9 +202,9 @@ def test_a_draw_depends_on_its_own_row_only():
         fill(sampler, row, generated=GENERATED, seed=row // 2, **params)
     logits = torch.randn(8, VOCAB_SIZE)
     for position in range(4, 10):
-        together, _ = sampler.draw(logits.clone(), list(range(8)), [position] * 8)
-        alone = [sampler.draw(logits[row : row + 1].clone(), [row], [position])[0][0] for row in range(8)]
-        backwards, _ = sampler.draw(logits.flip(0), list(range(7, -1, -1)), [position] * 8)
+        together, _ = draw(sampler, logits.clone(), list(range(8)), [position] * 8)
+        alone = [draw(sampler, logits[row : row + 1].clone(), [row], [position])[0][0] for row in range(8)]
+        backwards, _ = draw(sampler, logits.flip(0), list(range(7, -1, -1)), [position] * 8)
         assert together == alone == backwards[::-1]
 
 
@@ -196,8 +214,8 @@ def test_noise_is_keyed_by_seed_sequence_and_position():
     fill(sampler, 1, temperature=1.0, seed=2)
     fill(sampler, 2, temperature=1.0, seed=1, sequence_idx=1)
     flat = torch.zeros(3, VOCAB_SIZE)
-    draws = np.array([sampler.draw(flat.clone(), [0, 1, 2], [position] * 3)[0] for position in range(4, 24)])
-    again = np.array([sampler.draw(flat.clone(), [0, 1, 2], [position] * 3)[0] for position in range(4, 24)])
+    draws = np.array([draw(sampler, flat.clone(), [0, 1, 2], [position] * 3)[0] for position in range(4, 24)])
+    again = np.array([draw(sampler, flat.clone(), [0, 1, 2], [position] * 3)[0] for position in range(4, 24)])
     assert (draws == again).all()
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert (draws[:, a] != draws[:, b]).sum() > 10
@@ -209,8 +227,8 @@ def test_greedy_takes_the_best():
     fill(sampler, 0)
     fill(sampler, 1, temperature=1.0)
     logits = torch.randn(2, VOCAB_SIZE)
-    assert sampler.draw(logits.clone(), [0, 1], [4, 4])[0][0] == logits[0].argmax()
-    assert sampler.draw(torch.empty(0, VOCAB_SIZE), [], []) == ([], {})
+    assert draw(sampler, logits.clone(), [0, 1], [4, 4])[0][0] == logits[0].argmax()
+    assert draw(sampler, torch.empty(0, VOCAB_SIZE), [], []) == ([], {})
 
 
 # Log-probabilities
@@ -235,7 +253,7 @@ def test_logprobs_are_of_the_raw_distribution():
     fill(sampler, 2, logprobs=5, temperature=1.0)
     fill(sampler, 3, logprobs=64)
     logits = torch.randn(4, VOCAB_SIZE) * 2
-    tokens, found = sampler.draw(logits.clone(), [3, 1, 0, 2], [4] * 4)
+    tokens, found = draw(sampler, logits.clone(), [3, 1, 0, 2], [4] * 4)
     wanted = reference_logprobs(logits)
     assert set(found) == {0, 2, 3}
     for i, num in ((0, VOCAB_SIZE), (2, 0), (3, 5)):
@@ -250,7 +268,8 @@ def test_prompt_logprobs(num):
     fill(sampler, 2, prompt=prompt, prompt_logprobs=num)
     logits = torch.randn(11, VOCAB_SIZE)
     wanted = reference_logprobs(logits)
-    found = sampler.prompt_logprobs(logits[:4], 2, 1) + sampler.prompt_logprobs(logits[4:], 2, 5)
+    tiles = sampler.prompt_logprobs(logits[:4], 2, 1), sampler.prompt_logprobs(logits[4:], 2, 5)
+    found = [position for tile in tiles for position in tile.fetch().values()]
     assert len(found) == 11
     for i, position in enumerate(found):
         check_logprobs(position, prompt[i + 1], wanted[i], num)

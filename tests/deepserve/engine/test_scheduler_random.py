@@ -49,10 +49,11 @@ def random_request(rng: random.Random, world: World) -> tuple[list[int], dict]:
     return prompt, params
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_random_walk(name, seed):
+def test_random_walk(name, asynchronous, seed):
     rng = random.Random(seed)
-    world = World(next_token=sometimes_end, **SETTINGS[name])
+    world = World(next_token=sometimes_end, asynchronous=asynchronous, **SETTINGS[name])
     num_submitted = num_aborted = 0
     for _ in range(2000):
         verb = rng.random()

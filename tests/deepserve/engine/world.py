@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from deepserve.engine.pages import Pages
 from deepserve.engine.request import Limits, PositionLogprobs, SamplingParams, SequenceOutput, validate
 from deepserve.engine.scheduler import Scheduler, SchedulerConfig
-from deepserve.engine.step import StepPlan
+from deepserve.engine.step import StepPlan, StepResult
 from tests.deepserve.engine.fake_runner import EOS, VOCAB_SIZE, FakeRunner, NextToken, draw, prompt_logprob, pseudo_random_token
 
 
@@ -45,13 +45,18 @@ class World:
         max_num_batched_tokens: int = 64,
         max_chunk_tokens: int | None = None,
         chunked_prefill: bool = True,
+        asynchronous: bool = False,
     ):
+        """asynchronous: each step is planned, and run by the fake, before the result of the one before it is applied."""
+        self.asynchronous = asynchronous
+        self.launched: StepResult | None = None
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens or max_num_batched_tokens,
             chunked_prefill=chunked_prefill,
             eos_token_ids=frozenset({EOS}),
+            max_in_flight=2 if asynchronous else 1,
         )
         self.pages = Pages(num_pages, page_size, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(self.config, self.pages)
@@ -72,8 +77,11 @@ class World:
     def step(self) -> StepPlan | None:
         """One step. Returns its plan, None when nothing could run."""
         plan = self.scheduler.plan()
-        if plan is not None:
-            for output in self.scheduler.apply(self.runner.run(plan)):
+        result = None if plan is None else self.runner.run(plan)
+        if self.asynchronous:
+            result, self.launched = self.launched, result
+        if result is not None:
+            for output in self.scheduler.apply(result):
                 self.stories[output.request_id, output.index].add(output)
         self.audit()
         return plan
@@ -84,6 +92,7 @@ class World:
         if plan is not None and ran:
             self.runner.run(plan)
         self.scheduler.discard()
+        self.launched = None
         self.audit()
         return plan
 
@@ -103,11 +112,12 @@ class World:
     def finish(self, max_steps: int = 2000) -> int:
         """Step until all is done. Returns the number of steps; a step that cannot run is an error here."""
         for num_steps in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and self.launched is None:
                 self.check_stories()
                 assert self.pages.num_held == 0
                 return num_steps
-            assert self.step() is not None, "there is work but no plan"
+            late = self.launched is not None
+            assert self.step() is not None or late, "there is work but no plan"
         raise AssertionError(f"not done after {max_steps} steps")
 
     # What must hold

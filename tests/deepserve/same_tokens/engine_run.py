@@ -41,6 +41,7 @@ def engine_args(folder: Path, case: Case, *, batch_invariant: bool = False) -> E
         enable_prefix_caching=case.prefix_cache,
         num_pages=FEW_PAGES[case.company] if case.preempt else 64,
         batch_invariant=batch_invariant,
+        async_scheduling=case.asynchronous,
         num_threads=1,
     )
 

@@ -17,14 +17,17 @@ class Case:
     chunk: int | None
     prefix_cache: bool
     preempt: bool
+    asynchronous: bool = False  # each step is planned before the result of the one before it is known
 
     def __str__(self) -> str:
         chunk = "whole" if self.chunk is None else f"chunks of {self.chunk}"
         cache = "prefix cache" if self.prefix_cache else "no cache"
-        return ", ".join((self.kind, self.company, chunk, cache, *(["preempted"] if self.preempt else [])))
+        return ", ".join(
+            (self.kind, self.company, chunk, cache, *(["preempted"] if self.preempt else []), *(["async"] if self.asynchronous else []))
+        )
 
 
-FULL = [Case(*values) for values in product(KINDS, COMPANIES, CHUNKS, (True, False), (True, False))]
+FULL = [Case(*values) for values in product(KINDS, COMPANIES, CHUNKS, (True, False), (True, False), (True, False))]
 
 
 def pairs(case: Case) -> set[tuple]:
@@ -34,19 +37,19 @@ def pairs(case: Case) -> set[tuple]:
 
 # Any two settings of different columns meet in one of these.
 PAIRWISE = [
-    Case("deepserve-tiny", "16 prompts", 7, True, True),
-    Case("deepserve-tiny", "alone", 64, False, True),
-    Case("deepserve-tiny", "16 prompts", None, False, False),
-    Case("v2", "16 prompts", 7, False, True),
-    Case("v2", "16 prompts", 64, True, False),
-    Case("v2", "alone", None, True, True),
-    Case("v2-lite", "alone", 7, False, False),
-    Case("v2-lite", "16 prompts", 64, True, True),
-    Case("v2-lite", "16 prompts", None, False, True),
-    Case("v3", "16 prompts", 7, True, False),
-    Case("v3", "16 prompts", 64, False, True),
-    Case("v3", "alone", None, True, True),
-    Case("moonlight", "16 prompts", 7, False, True),
-    Case("moonlight", "alone", 64, True, False),
-    Case("moonlight", "16 prompts", None, True, True),
+    Case("deepserve-tiny", "16 prompts", 7, True, True, True),
+    Case("deepserve-tiny", "alone", 64, False, True, False),
+    Case("deepserve-tiny", "16 prompts", None, False, False, True),
+    Case("v2", "16 prompts", 7, False, True, False),
+    Case("v2", "16 prompts", 64, True, False, False),
+    Case("v2", "alone", None, True, True, True),
+    Case("v2-lite", "alone", 7, False, False, False),
+    Case("v2-lite", "16 prompts", 64, True, True, True),
+    Case("v2-lite", "16 prompts", None, False, True, False),
+    Case("v3", "16 prompts", 7, True, False, False),
+    Case("v3", "16 prompts", 64, False, True, True),
+    Case("v3", "alone", None, True, True, True),
+    Case("moonlight", "16 prompts", 7, False, True, False),
+    Case("moonlight", "alone", 64, True, False, True),
+    Case("moonlight", "16 prompts", None, True, True, True),
 ]
