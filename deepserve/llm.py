@@ -15,8 +15,7 @@ from deepserve.engine.request import PositionLogprobs, SamplingParams, SequenceO
 from deepserve.messages import Submit
 from deepserve.pool import RankPool
 from deepserve.text.chat import ChatTemplate
-from deepserve.text.detokenize import Detokenizer
-from deepserve.text.stops import StopStrings
+from deepserve.text.sequence import News, SequenceText
 from deepserve.text.tokenizer import Tokenizer
 
 
@@ -203,10 +202,9 @@ class _Job:
             CompletionOutput(i, logprobs=[] if logprobs else None, cumulative_logprob=0.0 if logprobs else None) for i in range(params.n)
         ]
         self.output = RequestOutput(request_id, prompt, ids, outputs)
-        self._detokenizers = None
+        self._texts: list[SequenceText] | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizers = [Detokenizer(tokenizer, params.skip_special_tokens) for _ in outputs]
-        self._stops = [StopStrings(params.stop_strings, params.include_stop_str_in_output) for _ in outputs]
+            self._texts = [SequenceText(params, tokenizer) for _ in outputs]
 
     def take(self, news: SequenceOutput) -> None:
         """Add what a step brought for one sequence."""
@@ -217,39 +215,23 @@ class _Job:
         sequence = self.output.outputs[news.index]
         if sequence.finish_reason is not None:
             return
-        for i, token in enumerate(news.token_ids):
-            sequence.token_ids.append(token)
-            if news.logprobs is not None and sequence.logprobs is not None:
-                sequence.logprobs.append(self._logprobs(news.logprobs[i]))
-                sequence.cumulative_logprob += news.logprobs[i].logprobs[0]
-            if self._add_text(sequence, token):
-                break
-        if sequence.finish_reason is None and news.finish_reason is not None:
-            self._end(sequence, news)
+        found = self._bare(news) if self._texts is None else self._texts[news.index].feed(news)
+        sequence.token_ids += found.token_ids
+        sequence.text += found.text
+        if sequence.logprobs is not None:
+            for at in found.logprobs:
+                sequence.logprobs.append(self._logprobs(at))
+                sequence.cumulative_logprob += at.logprobs[0]
+        sequence.finish_reason, sequence.stop_reason = found.finish_reason, found.stop_reason
         self.output.finished = all(s.finish_reason is not None for s in self.output.outputs)
 
-    def _add_text(self, sequence: CompletionOutput, token: int) -> bool:
-        """Returns whether a stop string is complete."""
-        if self._detokenizers is None:
-            return False
-        piece = self._detokenizers[sequence.index].push([token])
-        if len(sequence.token_ids) <= self.params.min_tokens:
-            sequence.text += piece  # stop strings count from min_tokens on, like stop tokens
-            return False
-        stops = self._stops[sequence.index]
-        sequence.text += stops.push(piece)
-        if stops.matched is None:
-            return False
-        sequence.finish_reason, sequence.stop_reason = "stop", stops.matched
-        return True
-
-    def _end(self, sequence: CompletionOutput, news: SequenceOutput) -> None:
-        sequence.finish_reason = news.finish_reason
-        if news.stop_token_id is not None and news.stop_token_id in self.params.stop_token_ids:
-            sequence.stop_reason = news.stop_token_id
-        if self._detokenizers is not None:
-            stops = self._stops[sequence.index]
-            sequence.text += stops.push(self._detokenizers[sequence.index].finish()) + stops.finish()
+    def _bare(self, news: SequenceOutput) -> News:
+        """The same without text."""
+        found = News()
+        found.token_ids, found.logprobs, found.finish_reason = news.token_ids, news.logprobs or [], news.finish_reason
+        if news.stop_token_id in self.params.stop_token_ids:
+            found.stop_reason = news.stop_token_id
+        return found
 
     def _logprobs(self, at: PositionLogprobs) -> dict[int, Logprob]:
         def named(token: int, logprob: float, rank: int) -> Logprob:

@@ -90,6 +90,7 @@ def test_stop_token_and_end_of_sequence_tell_apart(llm: LLM):
     params = SamplingParams(temperature=0, max_tokens=64, stop_token_ids=[comma])
     (stopped,) = llm.chat([{"role": "user", "content": "Count from 1 to 20."}], params, use_tqdm=False)
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", comma)
+    assert stopped.outputs[0].text == "1"
     (ended,) = llm.chat(QUESTIONS[0], params, use_tqdm=False)
     assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", None)
 
@@ -134,7 +135,7 @@ def test_failed_step_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyP
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "run", broken)
+        patch.setattr(llm.engine.runner, "launch", broken)
         with pytest.raises(RuntimeError, match="device lost"):
             llm.generate("a", GREEDY, use_tqdm=False)
     llm.engine.scheduler.check()
