@@ -119,6 +119,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path.parent} is not a checkpoint folder: it has no {path.name}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):

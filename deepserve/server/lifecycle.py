@@ -10,6 +10,7 @@ from typing import Protocol
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deepserve.server.app import create_app
 from deepserve.server.client import EngineClient
@@ -21,6 +22,8 @@ WATCH_S = 0.1  # between looks at the engine processes
 GRACE_S = 10.0  # that engine processes get to end
 BACKLOG = 4096  # connections that wait to be accepted
 FLUSH_S = 2.0  # for the last error events to reach their clients
+MAX_HEAD_BYTES = 256 << 10  # of a request: its line and headers
+UNREAD_S = 60.0  # that a client may leave what was sent to it unread; also ends connections to machines that are gone
 
 
 class Death(Protocol):
@@ -164,6 +167,27 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Protocol(HttpToolsProtocol):
+    """Refuses a request whose head does not end: the parser would hold all of it."""
+
+    _num_head_bytes: int | None = None  # None: no head is on its way
+
+    def data_received(self, data: bytes):
+        super().data_received(data)
+        if self._num_head_bytes is not None:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The request's line and headers have more than {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self):
+        super().on_message_begin()
+        self._num_head_bytes = 0
+
+    def on_headers_complete(self):
+        self._num_head_bytes = None
+        super().on_headers_complete()
+
+
 def run_server(options: ServerOptions, spawn: Spawn | None) -> int:
     """Serve until the end and return the exit code; the last line on stderr says why it ended."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -179,7 +203,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     options = state.options
     return uvicorn.Config(
         create_app(state),
-        http="httptools",
+        http=_Protocol,
         ws="none",
         lifespan="off",
         log_config=None,  # the program's own logging holds for uvicorn too
@@ -198,6 +222,8 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -61,9 +61,12 @@ class ChatTemplate:
         if (folder / "chat_template.jinja").is_file():
             return cls((folder / "chat_template.jinja").read_text("utf-8"), tokenizer)
         source = read_config(folder).get("chat_template")
-        if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}
-        return cls(source, tokenizer)
+        try:
+            if isinstance(source, list):
+                source = {entry["name"]: entry["template"] for entry in source}
+            return cls(source, tokenizer)
+        except (KeyError, TypeError, AttributeError) as error:  # neither text nor named texts
+            raise ValueError(f"{folder / 'tokenizer_config.json'} has a chat_template that cannot be read: {error!r}") from error
 
     def encode(
         self,

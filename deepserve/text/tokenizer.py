@@ -27,7 +27,7 @@ class Tokenizer:
 
     def __init__(self, spec: dict, config: dict):
         """`spec` and `config` are the contents of tokenizer.json and tokenizer_config.json. Raises ValueError if not byte-level BPE."""
-        model, decoder = spec["model"].get("type", "BPE"), (spec.get("decoder") or {}).get("type")
+        model, decoder = ((spec.get(name) or {}).get("type", default) for name, default in (("model", "BPE"), ("decoder", None)))
         if model != "BPE" or decoder != "ByteLevel":
             raise ValueError(f"only byte-level BPE tokenizers are supported, this one has model {model!r} and decoder {decoder!r}")
         self._full = _load(spec)
@@ -54,7 +54,13 @@ class Tokenizer:
         folder = Path(folder)
         if not (folder / "tokenizer.json").is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
-        return cls(json.loads((folder / "tokenizer.json").read_text("utf-8")), read_config(folder))
+        spec, config = _read_json(folder / "tokenizer.json"), read_config(folder)
+        try:
+            return cls(spec, config)
+        except (AttributeError, KeyError, TypeError) as error:  # keys that are missing or hold something else
+            raise ValueError(f"{folder} holds no tokenizer that can be read: {error!r}") from error
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
 
     def _named_id(self, name: str) -> int | None:
         return self._full.token_to_id(self.named_tokens[name]) if name in self.named_tokens else None
@@ -99,11 +105,24 @@ class Tokenizer:
 def read_config(folder: Path) -> dict:
     """Contents of tokenizer_config.json, empty if the folder has none."""
     path = folder / "tokenizer_config.json"
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return _read_json(path) if path.is_file() else {}
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _load(spec: dict) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:  # the library raises nothing more precise
+        raise ValueError(f"tokenizer.json does not describe a tokenizer: {error}") from error
     tokenizer.no_truncation()  # a limit left in the file would cut prompts without a word
     tokenizer.no_padding()
     return tokenizer

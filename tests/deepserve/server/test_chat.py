@@ -2,6 +2,7 @@
 
 import pytest
 
+from deepserve.server.prepare import ENCODE_IN_THREAD_CHARS
 from tests.deepserve.server.conftest import TEXT, joined
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -117,6 +118,22 @@ def test_prompt_logprobs_and_token_ids(server, stream):
     assert len(parts[0].prompt_logprobs) == num_prompt and parts[0].prompt_logprobs[0] is None
     ids = [part.choices[0].model_extra.get("token_ids") or [] for part in parts]
     assert joined(ids) == engine.reply[:3]
+
+
+def test_long_conversations_are_encoded_in_a_thread(server):
+    engine = server.engine(num_pages=1000)
+    text = "one two three " * 1200
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    assert len(text) > ENCODE_IN_THREAD_CHARS and server.http.post("/v1/chat/completions", json=body).status_code == 200
+    assert engine.submitted[0].prompt_token_ids == server.frontend.state.template.encode(body["messages"])
+
+
+def test_a_conversation_that_cannot_fit_is_not_encoded(server):
+    server.engine()
+    body = {"messages": [{"role": "user", "content": "a" * 1_000_000}]}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.http.post(path, json=body)
+        assert answer.status_code == 400 and "characters, which cannot fit 4096 tokens" in answer.json()["error"]["message"]
 
 
 def test_other_chat_template(serve, tmp_path):

@@ -1,6 +1,7 @@
 """Clients that leave, engines that die, servers that end: nobody hangs, nothing is cut off without a word."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -8,6 +9,7 @@ import openai
 import pytest
 
 from deepserve.engine.request import SequenceOutput
+from deepserve.server import lifecycle
 from deepserve.spawn import RankDeath
 
 PROMPT = {"prompt": "Hi", "max_tokens": 50}
@@ -21,6 +23,13 @@ def send_raw(server, path: str, body: dict) -> socket.socket:
     raw = socket.create_connection(("127.0.0.1", server.frontend.port), timeout=10)
     payload = json.dumps(body).encode()
     raw.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(payload)) + payload)
+    return raw
+
+
+def send_head(server, path: str, length: int) -> socket.socket:
+    """A request that promises a body and sends one byte of it."""
+    raw = socket.create_connection(("127.0.0.1", server.frontend.port), timeout=10)
+    raw.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n{" % (path.encode(), length))
     return raw
 
 
@@ -239,6 +248,47 @@ def test_slow_reader_gets_everything(server):
         while b"[DONE]" not in received:
             received += raw.recv(1 << 16)
     assert b'"completion_tokens":4000' in received
+
+
+def test_a_client_that_reads_nothing_is_cut_off(serve, monkeypatch):
+    """Else it would hold up a drain for ever."""
+    monkeypatch.setattr(lifecycle, "UNREAD_S", 0.5)
+    server = serve()
+    server.engine(reply=server.encode("x" * 50), tokens_per_step=8)
+    body = {"prompt": "Hi", "max_tokens": 4000, "stream": True, "logprobs": 64, "ignore_eos": True}
+    with send_raw(server, "/v1/completions", body) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        assert raw.recv(100).startswith(b"HTTP/1.1 200")
+        server.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", [path for path, _ in ROUTES])
+def test_a_body_that_does_not_end(serve, path):
+    server = serve(body_timeout_s=0.2)
+    server.engine()
+    with send_head(server, path, 100) as raw:
+        answer = b"".join(iter(lambda: raw.recv(1 << 16), b""))  # until the server closes
+        assert answer.startswith(b"HTTP/1.1 408") and b"0.2 s" in answer
+    server.wait_until_idle()
+
+
+def test_a_client_that_leaves_within_its_body_is_no_fault(server, caplog):
+    server.engine()
+    with send_head(server, "/v1/completions", 100):
+        server.call(until(lambda: server.frontend.state.num_in_flight == 1))
+    server.wait_until_idle()
+    assert not caplog.records
+
+
+def test_a_head_that_does_not_end(server):
+    with socket.create_connection(("127.0.0.1", server.frontend.port), timeout=10) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nx: ")
+        with contextlib.suppress(OSError):  # it may hang up while we still send
+            for _ in range(100):
+                raw.sendall(b"a" * 10_000)
+        with contextlib.suppress(ConnectionResetError):
+            assert raw.recv(1 << 16).startswith(b"HTTP/1.1 400")
+    assert server.http.get("/metrics").status_code == 200
 
 
 async def until(condition):

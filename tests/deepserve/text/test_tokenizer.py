@@ -1,6 +1,7 @@
 import copy
 import json
 import random
+import threading
 
 import pytest
 
@@ -86,6 +87,37 @@ def test_only_byte_level_bpe(model_folder):
     spec = json.loads((model_folder / "tokenizer.json").read_text())
     with pytest.raises(ValueError, match="decoder 'Metaspace'"):
         Tokenizer({**spec, "decoder": {"type": "Metaspace"}}, {})
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": 1}', '{"model": {}, "decoder": {"type": "ByteLevel"}}', None])
+def test_damaged_files_are_told(tmp_path, model_folder, name, text):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((model_folder / file).read_bytes())
+    (folder / name).unlink()
+    if text is None:
+        (folder / name).mkdir()
+    else:
+        (folder / name).write_text(text)
+    if name == "tokenizer.json" or text in ("", "{", "[]"):
+        with pytest.raises(ValueError, match=str(folder)):
+            Tokenizer.from_folder(folder)
+    else:
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("parse", [True, False])
+def test_a_long_text_lets_other_threads_run(tokenizer, parse):
+    done = threading.Event()
+    worker = threading.Thread(target=lambda: (tokenizer.encode("the sea " * 40_000, parse_special=parse), done.set()))
+    worker.start()
+    num_turns = 0
+    while not done.wait(0.001):
+        num_turns += 1
+    worker.join()
+    assert num_turns > 5
 
 
 def test_config_decides_on_the_begin_token(model_folder):
