@@ -3,6 +3,7 @@
 import torch
 import triton
 
+from hw.cuda.layout import masked_rows
 from hw.cuda.triton_elementwise import rms_norm_kernel, rope_kernel, silu_mul_kernel
 
 
@@ -53,12 +54,16 @@ class ElementwiseOps:
         return out
 
     def silu_mul(self, gate_up):
-        gate_up = gate_up.contiguous()
-        inner = gate_up.shape[-1] // 2
-        out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype, device=gate_up.device)
-        if not out.numel():
-            return out
-        block = min(2048, triton.next_power_of_2(inner))
-        grid = (out.numel() // inner, triton.cdiv(inner, block))
-        silu_mul_kernel[grid](gate_up, out, inner, BLOCK=block, num_warps=num_warps(block))
-        return out
+        assert gate_up.ndim in (2, 3) and gate_up.stride(-1) == 1, (gate_up.shape, gate_up.stride())
+        x = gate_up if gate_up.ndim == 3 else gate_up[None]
+        num_experts, capacity, inner = x.shape[0], x.shape[1], x.shape[2] // 2
+        if gate_up.ndim == 3:
+            out = masked_rows(num_experts, capacity, inner, x)
+        else:
+            out = torch.empty((1, capacity, inner), dtype=x.dtype, device=x.device)
+        if out.numel():
+            block = min(2048, triton.next_power_of_2(inner))
+            silu_mul_kernel[(num_experts * capacity, triton.cdiv(inner, block))](
+                x, out, inner, capacity, x.stride(0), x.stride(1), out.stride(0), BLOCK=block, num_warps=num_warps(block)
+            )  # fmt: skip
+        return out if gate_up.ndim == 3 else out[0]

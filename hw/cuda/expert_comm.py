@@ -10,6 +10,7 @@ import torch
 import triton
 
 from hw.api import Dispatched, ExpertMode, ExpertStep
+from hw.cuda.layout import masked_rows
 from hw.cuda.triton_dispatch import combine_kernel, place_kernel, scatter_rows_kernel
 
 _COLUMNS, _ROWS = 2048, 1024  # of one program
@@ -17,7 +18,7 @@ _COLUMNS, _ROWS = 2048, 1024  # of one program
 
 @dataclass(frozen=True)
 class LocalHandle:
-    """Where each (token, k) row went: a row of `Dispatched.x`, flattened."""
+    """Where each (token, k) row went: a row of `Dispatched.x`, counted through all experts."""
 
     home: torch.Tensor  # [T, k] int64
 
@@ -42,19 +43,21 @@ class LocalExpertComm:
         assert num_tokens <= self.max_tokens_per_rank, (num_tokens, self.max_tokens_per_rank)
         # A token meets an expert at most once, so num_tokens rows are enough for each expert.
         home = topk_phy * num_tokens + rank
-        masked = torch.empty((num_local_experts, num_tokens, x.shape[1]), dtype=x.dtype, device=x.device)
+        masked = masked_rows(num_local_experts, num_tokens, x.shape[1], x)
         _scatter(x, home, masked)
         return Dispatched(step.mode, masked, counts, None, LocalHandle(home))
 
     def combine(self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         home = dispatched.handle.home
         num_tokens, top_k = home.shape
-        y, topk_weight = y.contiguous(), topk_weight.contiguous()
-        width = y.shape[-1]
+        topk_weight, width = topk_weight.contiguous(), y.shape[-1]
+        assert y.stride(-1) == 1 and y.stride(-2) == width, y.stride()
         out = torch.empty((num_tokens, width), device=y.device)
         if num_tokens:
             block = min(_COLUMNS, triton.next_power_of_2(width))
-            combine_kernel[(num_tokens, triton.cdiv(width, block))](y, home, topk_weight, out, width, TOP_K=top_k, BLOCK=block)
+            combine_kernel[(num_tokens, triton.cdiv(width, block))](
+                y, home, topk_weight, out, y.shape[-2], y.stride(0), width, TOP_K=top_k, BLOCK=block
+            )  # fmt: skip
         return out
 
 
@@ -65,4 +68,4 @@ def _scatter(x: torch.Tensor, home: torch.Tensor, out: torch.Tensor) -> None:
     width = x.shape[1]
     block = min(_COLUMNS, triton.next_power_of_2(width))
     grid = (x.shape[0], triton.cdiv(width, block))
-    scatter_rows_kernel[grid](x, home, out, x.stride(0), width, TOP_K=home.shape[1], BLOCK=block)
+    scatter_rows_kernel[grid](x, home, out, x.stride(0), out.shape[-2], out.stride(0), width, TOP_K=home.shape[1], BLOCK=block)

@@ -10,11 +10,11 @@ from types import ModuleType
 import torch
 import triton
 
+from hw.cuda.layout import ALIGN_ROWS, masked_rows, whole
 from hw.cuda.triton_grouped import grouped_kernel, quantize_kernel
 from hw.quant import QuantTensor, dequantize
 
-# Rows to which DeepGEMM's contiguous layout aligns each expert, and a masked weight from which it is worth compiling for.
-_ALIGN_ROWS, _LARGE_WEIGHT = 128, 1 << 20
+_LARGE_WEIGHT = 1 << 20  # elements of an expert's matrix from which DeepGEMM's masked bf16 product is worth compiling
 _GROUPS = 8  # of 128 channels in one quantising program
 
 
@@ -57,18 +57,18 @@ class GemmOps:
     def grouped_linear_masked(self, x, weight, counts):
         num_experts, capacity, inner = x.shape
         outer = weight.data.shape[1] if isinstance(weight, QuantTensor) else weight.shape[1]
-        out = torch.empty((num_experts, capacity, outer), dtype=x.dtype, device=x.device)
+        out = masked_rows(num_experts, capacity, outer, x)
         if not out.numel():
             return out
         if isinstance(weight, QuantTensor):
             if self._fits(x, weight):
                 pair = weight.data, weight.scale.float()
-                self._deep_gemm.m_grouped_fp8_gemm_nt_masked(quantize_masked(x, counts), pair, out, counts.int(), capacity)
+                self._deep_gemm.m_grouped_fp8_gemm_nt_masked(quantize_masked(x, counts), pair, whole(out), counts.int(), capacity)
                 return out
             weight = dequantize(weight, x.dtype)
         large = outer * inner >= _LARGE_WEIGHT and outer % 64 == 0 and inner % 64 == 0
-        if self._deep_gemm is not None and x.dtype == torch.bfloat16 and large and x.is_contiguous():
-            self._deep_gemm.m_grouped_bf16_gemm_nt_masked(x, weight, out, counts.int(), capacity)
+        if self._deep_gemm is not None and x.dtype == torch.bfloat16 and large:
+            self._deep_gemm.m_grouped_bf16_gemm_nt_masked(whole(x), weight, whole(out), counts.int(), capacity)
             return out
         _triton_masked(x, weight, counts, out)
         return out
@@ -86,7 +86,7 @@ class GemmOps:
         """
         experts = torch.arange(len(counts), dtype=torch.int32)
         lens = torch.tensor(counts)
-        padded = (lens + _ALIGN_ROWS - 1) // _ALIGN_ROWS * _ALIGN_ROWS
+        padded = (lens + ALIGN_ROWS - 1) // ALIGN_ROWS * ALIGN_ROWS
         shift = (padded.cumsum(0) - padded) - (lens.cumsum(0) - lens)
         rows = torch.arange(x.shape[0]) + shift.repeat_interleave(lens)
         layout = torch.full((int(padded.sum()),), -1, dtype=torch.int32)
@@ -100,30 +100,27 @@ class GemmOps:
 
 def quantize(x: torch.Tensor, rows: torch.Tensor | None = None, num_rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x `[T, K]` -> e4m3 `[num_rows, K]` and its scales `[num_rows, K / 128]`, column-major. Row i goes to row `rows[i]`, if given."""
-    num_tokens, inner = x.shape
-    assert x.stride(1) == 1 and inner % 128 == 0, (x.stride(), inner)
-    return _quantize(x, num_tokens, rows, None, 1, num_tokens if num_rows is None else num_rows)
+    data, scale = _quantize(x[None], rows, None, x.shape[0] if num_rows is None else num_rows)
+    return data[0], scale[0]
 
 
 def quantize_masked(x: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x `[E, capacity, K]`, of which the first `counts[e]` rows are real -> e4m3 of that shape, scales `[E, capacity, K / 128]`."""
-    x = x.contiguous()
+    """x `[E, capacity, K]`, of which the first `counts[e]` rows are real -> e4m3 `[E, aligned capacity, K]` and scales."""
+    return _quantize(x, None, counts, -(-x.shape[1] // ALIGN_ROWS) * ALIGN_ROWS)
+
+
+def _quantize(x: torch.Tensor, rows: torch.Tensor | None, counts: torch.Tensor | None, data_rows: int):
     num_experts, capacity, inner = x.shape
-    data, scale = _quantize(x.view(-1, inner), num_experts * capacity, None, counts, num_experts, capacity)
-    return data.view(x.shape), scale
-
-
-def _quantize(x, num_tokens, rows, counts, num_experts, capacity):
-    num_groups = x.shape[1] // 128
-    stride = -(-capacity // 4) * 4  # a column of scales starts at 16 bytes
-    data = torch.empty((num_experts * capacity, x.shape[1]), dtype=torch.float8_e4m3fn, device=x.device)
+    assert x.stride(2) == 1 and inner % 128 == 0, (x.stride(), inner)
+    num_groups = inner // 128
+    stride = -(-data_rows // 4) * 4  # a column of scales starts at 16 bytes
+    data = torch.empty((num_experts, data_rows, inner), dtype=torch.float8_e4m3fn, device=x.device)
     columns = torch.empty((num_experts, num_groups, stride), device=x.device)
-    quantize_kernel[(num_tokens, triton.cdiv(num_groups, _GROUPS))](
-        x, rows, counts, data, columns, x.stride(0), capacity, stride, num_groups,
+    quantize_kernel[(num_experts * capacity, triton.cdiv(num_groups, _GROUPS))](
+        x, rows, counts, data, columns, x.stride(0), x.stride(1), capacity, data_rows, stride, num_groups,
         HAS_ROWS=rows is not None, HAS_COUNTS=counts is not None, GROUPS=_GROUPS,
     )  # fmt: skip
-    scale = columns.transpose(1, 2)[:, :capacity]
-    return data, scale if counts is not None else scale[0]
+    return data, columns.transpose(1, 2)[:, :data_rows]
 
 
 def _blocks(rows: int, x: torch.Tensor) -> dict[str, int]:
@@ -143,23 +140,24 @@ def _triton_contiguous(x: torch.Tensor, weight: torch.Tensor, counts: list[int])
         first += count
     table = torch.tensor(tiles, dtype=torch.int32).T.contiguous().to(x.device)
     out = torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
-    _launch(x, x.stride(0), weight, out, None, table, len(tiles), 0, blocks, masked=False)
+    _launch(x, weight, out, None, table, len(tiles), (0, 0), blocks)
     return out
 
 
 def _triton_masked(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    x = x.contiguous()
-    num_experts, capacity, inner = x.shape
+    x = whole(x)
+    num_experts, capacity, _ = out.shape
     blocks = _blocks(capacity, x)
     num_tiles = num_experts * triton.cdiv(capacity, blocks["BLOCK_M"])
-    _launch(x, inner, weight, out, counts, None, num_tiles, capacity, blocks, masked=True)
+    _launch(x, weight, out, counts, None, num_tiles, (capacity, x.shape[1]), blocks)
 
 
-def _launch(x, x_stride, weight, out, counts, tiles, num_tiles, capacity, blocks, *, masked: bool) -> None:
+def _launch(x, weight, out, counts, tiles, num_tiles, capacities, blocks) -> None:
+    """With `counts` masked, with `tiles` contiguous. `capacities`: rows of an expert, and from one expert's first to the next one's."""
     outer, inner = weight.shape[1:]
     assert x.stride(-1) == 1 and weight.stride(2) == 1 and x.dtype == weight.dtype, (x.stride(), weight.stride())
     grid = (num_tiles, triton.cdiv(outer, blocks["BLOCK_N"]))
     grouped_kernel[grid](
-        x, weight, out, counts, tiles, num_tiles, capacity, inner, outer, x_stride, weight.stride(0), weight.stride(1),
-        MASKED=masked, **blocks,
+        x, weight, out, counts, tiles, num_tiles, *capacities, inner, outer, x.stride(-2), weight.stride(0), weight.stride(1),
+        MASKED=tiles is None, **blocks,
     )  # fmt: skip

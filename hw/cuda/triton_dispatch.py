@@ -19,24 +19,35 @@ def place_kernel(topk_ptr, rank_ptr, counts_ptr, num_rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scatter_rows_kernel(x_ptr, home_ptr, out_ptr, x_stride, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def home_of(home_ptr, capacity, expert_stride, width):
+    """First element of the row that a home, `expert * capacity + row`, names."""
+    home = tl.load(home_ptr)
+    return home // capacity * expert_stride + home % capacity * width
+
+
+@triton.jit
+def scatter_rows_kernel(
+    x_ptr, home_ptr, out_ptr, x_stride, capacity, expert_stride, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Grid (tokens, blocks of columns). Copy a token's row to its `TOP_K` homes."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
     row = tl.load(x_ptr + token * x_stride + cols, mask)
     for k in tl.static_range(TOP_K):
-        tl.store(out_ptr + tl.load(home_ptr + token * TOP_K + k) * width + cols, row, mask)
+        tl.store(out_ptr + home_of(home_ptr + token * TOP_K + k, capacity, expert_stride, width) + cols, row, mask)
 
 
 @triton.jit
-def combine_kernel(y_ptr, home_ptr, weight_ptr, out_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    y_ptr, home_ptr, weight_ptr, out_ptr, capacity, expert_stride, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Grid (tokens, blocks of columns). The reduction rule: weight * row in top-k order in fp32."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(y_ptr + tl.load(home_ptr + token * TOP_K + k) * width + cols, mask, other=0.0)
+        row = tl.load(y_ptr + home_of(home_ptr + token * TOP_K + k, capacity, expert_stride, width) + cols, mask, other=0.0)
         total += row.to(tl.float32) * tl.load(weight_ptr + token * TOP_K + k)
     tl.store(out_ptr + token * width + cols, total, mask)

@@ -58,16 +58,20 @@ def rope_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(x_ptr, out_ptr, inner, BLOCK: tl.constexpr):
-    """Grid (rows, blocks of columns); x `[rows, 2 * inner]`, gate first."""
-    row = tl.program_id(0).to(tl.int64)
+def silu_mul_kernel(
+    x_ptr, out_ptr, inner, capacity, x_expert_stride, x_stride, out_expert_stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid (experts * capacity, blocks of columns); x `[E, capacity, 2 * inner]`, gate first."""
+    expert, row = tl.program_id(0).to(tl.int64) // capacity, tl.program_id(0) % capacity
+    x_ptr += expert * x_expert_stride + row * x_stride
+    out_ptr += expert * out_expert_stride + row * inner
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < inner
-    gate = tl.load(x_ptr + row * 2 * inner + cols, mask, other=0.0)
-    up = tl.load(x_ptr + row * 2 * inner + inner + cols, mask, other=0.0)
+    gate = tl.load(x_ptr + cols, mask, other=0.0)
+    up = tl.load(x_ptr + inner + cols, mask, other=0.0)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out_ptr + row * inner + cols, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask)
+    tl.store(out_ptr + cols, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask)
 
 
 @triton.jit

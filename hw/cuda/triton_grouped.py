@@ -6,12 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def grouped_kernel(
-    x_ptr, weight_ptr, out_ptr, counts_ptr, tiles_ptr, num_tiles, capacity, inner, outer, x_stride, expert_stride, weight_stride,
+    x_ptr, weight_ptr, out_ptr, counts_ptr, tiles_ptr, num_tiles, capacity, expert_rows, inner, outer,
+    x_stride, expert_stride, weight_stride,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of columns): consecutive programs share a weight tile.
 
-    masked: x `[E, capacity, K]`, counts `[E]` on the device; otherwise tiles `[3, num_tiles]` int32: expert, first row, number of rows.
+    masked: counts `[E]` on the device, at most `capacity` rows an expert, which start `expert_rows` apart in x and out; otherwise tiles
+    `[3, num_tiles]` int32: expert, first row, number of rows.
     """
     tile = tl.program_id(0)
     if MASKED:
@@ -19,7 +21,7 @@ def grouped_kernel(
         expert = tile // tiles_per_expert
         row = (tile % tiles_per_expert) * BLOCK_M
         num_rows = (tl.load(counts_ptr + expert) - row).to(tl.int32)
-        row += expert * capacity
+        row += expert * expert_rows
         if num_rows <= 0:
             return
     else:
@@ -47,29 +49,28 @@ def grouped_kernel(
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, rows_ptr, counts_ptr, data_ptr, scale_ptr, x_stride, capacity, scale_stride, num_groups,
+    x_ptr, rows_ptr, counts_ptr, data_ptr, scale_ptr, x_expert_stride, x_stride, capacity, data_rows, scale_stride, num_groups,
     HAS_ROWS: tl.constexpr, HAS_COUNTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks of groups). Each token's groups of 128 channels to e4m3 and one fp32 scale, as `hw.quant` does it.
 
-    Row i of x goes to row `rows[i]` of data, or stays; rows of expert e beyond `counts[e]` are skipped. Scales lie column by column,
-    `[experts, num_groups, scale_stride]`, `capacity` rows to an expert.
+    x has `capacity` rows to an expert, data `data_rows`; rows of expert e beyond `counts[e]` are skipped. With one expert, row i may go
+    to row `rows[i]`. Scales lie column by column, `[experts, num_groups, scale_stride]`.
     """
     row = tl.program_id(0).to(tl.int64)
     expert, local = row // capacity, row % capacity
     if HAS_COUNTS:  # noqa: SIM102  (this one is the compiler's)
         if local >= tl.load(counts_ptr + expert):
             return
-    target = row
+    target = local
     if HAS_ROWS:
-        target = tl.load(rows_ptr + row).to(tl.int64)
-        expert, local = target // capacity, target % capacity
+        target = tl.load(rows_ptr + local).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     group_ok = groups < num_groups
     cols = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + row * x_stride + cols, group_ok[:, None], other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + expert * x_expert_stride + local * x_stride + cols, group_ok[:, None], other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), 1e-4), 448.0)
     scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
     data = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(data_ptr.dtype.element_ty)
-    tl.store(data_ptr + target * num_groups * 128 + cols, data, group_ok[:, None])
-    tl.store(scale_ptr + (expert * num_groups + groups) * scale_stride + local, scale, group_ok)
+    tl.store(data_ptr + (expert * data_rows + target) * num_groups * 128 + cols, data, group_ok[:, None])
+    tl.store(scale_ptr + (expert * num_groups + groups) * scale_stride + target, scale, group_ok)
