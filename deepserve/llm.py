@@ -1,6 +1,7 @@
 """Offline use: `LLM` generates for a list of prompts, in this process, in the shapes that users of vLLM know."""
 
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -57,7 +58,7 @@ class RequestOutput:
 class LLM:
     """A model, loaded into this process or, with several ranks, into processes of its own.
 
-    Use it as a context manager, or call `shutdown`.
+    Use it as a context manager, or call `shutdown`. Threads may share it; their calls run one after the other.
 
     Options are those of `EngineArgs`; an unknown one is a TypeError. Raises ValueError for what cannot run.
     """
@@ -80,6 +81,7 @@ class LLM:
         # One rank runs in this process; several are processes of their own.
         self._engine: Engine | RankPool | None = Engine(config) if config.parallel.num_ranks == 1 else RankPool(args)
         self._ids = itertools.count()
+        self._turn = threading.Lock()  # an engine has one user at a time
 
     @property
     def engine(self) -> Engine | RankPool:
@@ -99,11 +101,13 @@ class LLM:
         prompts: text, or `{"prompt_token_ids": [...]}`, or a list of these. One SamplingParams serves all, or one for each.
         `use_tqdm` shows a progress bar. Raises ValueError naming the prompt that cannot run, before any of them starts.
         """
+        if not isinstance(prompts, str | dict | Sequence):
+            raise ValueError(f"prompts must be text, a dict or a list of these, got {prompts!r}")
         items = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(items)
-        else:
-            params = list(sampling_params)
+        params = list(sampling_params) if isinstance(sampling_params, list | tuple) else [sampling_params or SamplingParams()] * len(items)
+        for one in params:
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"sampling params must be SamplingParams or a list of them, got {one!r}")
         if len(params) != len(items):
             raise ValueError(f"{len(items)} prompts came with {len(params)} sampling params")
         jobs = [self._job(i, item, one) for i, (item, one) in enumerate(zip(items, params, strict=True))]
@@ -123,7 +127,7 @@ class LLM:
         """Answer one conversation or a list of them, each a list of `{"role": ..., "content": ...}`."""
         if self._template is None:
             raise ValueError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init=True")
-        many = messages if messages and isinstance(messages[0], list) else [messages]
+        many = messages if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list) else [messages]
         prompts = [
             {
                 "prompt_token_ids": self._template.encode(
@@ -165,13 +169,18 @@ class LLM:
                 ids = self.tokenizer.encode(text)
             if self.tokenizer is None and params.stop_strings:
                 raise ValueError("stop strings need a tokenizer; this LLM was made with skip_tokenizer_init=True")
+            if not isinstance(ids, Sequence):
+                raise ValueError(f"prompt_token_ids must be a list of token ids, got {ids!r}")
             params = validate(list(ids), params, self.engine.limits)
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from None
         return _Job(str(next(self._ids)), text, list(ids), params, self.tokenizer)
 
     def _run(self, jobs: list["_Job"], progress: bool) -> list[RequestOutput]:
-        engine = self.engine
+        with self._turn:
+            return self._run_alone(self.engine, jobs, progress)
+
+    def _run_alone(self, engine: Engine | RankPool, jobs: list["_Job"], progress: bool) -> list[RequestOutput]:
         by_id = {job.output.request_id: job for job in jobs}
         try:
             for job in jobs:

@@ -1,8 +1,10 @@
 """Offline use: `LLM`, and `deepserve generate`."""
 
 import json
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -141,6 +143,29 @@ def test_failed_step_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyP
     llm.engine.scheduler.check()
     assert llm.engine.pages.num_held == 0
     assert llm.chat(QUESTIONS[0], GREEDY, use_tqdm=False)[0].outputs[0].text == "12 + 30 = 42."
+
+
+def test_threads_share_one_object(llm: LLM):
+    alone = llm.chat(QUESTIONS, GREEDY, use_tqdm=False)
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda _: llm.chat(QUESTIONS, GREEDY, use_tqdm=False), range(8))
+        texts = [[output.outputs[0].text for output in outputs] for outputs in answers]
+    assert texts == [[output.outputs[0].text for output in alone]] * 8
+    llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "sentence"),
+    [
+        (None, None, "prompts must be text"),
+        ({"prompt_token_ids": 5}, None, "prompt_token_ids must be a list of token ids, got 5"),
+        ("a", {"max_tokens": 1}, "sampling params must be SamplingParams or a list of them, got {'max_tokens': 1}"),
+        (["a"], [None], "sampling params must be SamplingParams or a list of them, got None"),
+    ],
+)
+def test_arguments_of_a_wrong_type(llm: LLM, prompts, params, sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        llm.generate(prompts, params, use_tqdm=False)
 
 
 def test_without_tokenizer():
