@@ -30,6 +30,9 @@ def _option(*names: str, help: str, panel: str) -> Any:
 Revision = Annotated[str | None, _option("--revision", help="Branch, tag or commit of a hub model.", panel=_MODEL)]
 Dtype = Annotated[str, _option("--dtype", help="auto (the checkpoint's, where the device computes it), float32 or bfloat16.", panel=_MODEL)]
 LoadFormat = Annotated[str, _option("--load-format", help="auto, or dummy: random weights, for tests of speed.", panel=_MODEL)]
+WeightFormat = Annotated[
+    str, _option("--weight-format", help="Of FP8 checkpoints: fp8 keeps them, dequantized does not; auto: by device.", panel=_MODEL)
+]
 Seed = Annotated[int, _option("--seed", help="Of dummy weights.", panel=_MODEL)]
 MaxModelLen = Annotated[
     int | None,
@@ -85,6 +88,7 @@ def serve(
     revision: Revision = None,
     dtype: Dtype = _DEFAULTS.dtype,
     load_format: LoadFormat = _DEFAULTS.load_format,
+    weight_format: WeightFormat = _DEFAULTS.weight_format,
     seed: Seed = _DEFAULTS.seed,
     max_model_len: MaxModelLen = None,
     device: Device = _DEFAULTS.device,
@@ -152,6 +156,7 @@ def generate(
     revision: Revision = None,
     dtype: Dtype = _DEFAULTS.dtype,
     load_format: LoadFormat = _DEFAULTS.load_format,
+    weight_format: WeightFormat = _DEFAULTS.weight_format,
     seed: Seed = _DEFAULTS.seed,
     max_model_len: MaxModelLen = None,
     device: Device = _DEFAULTS.device,
@@ -188,6 +193,7 @@ def inspect(
     model: Model = _DEFAULTS.model,
     revision: Revision = None,
     dtype: Dtype = _DEFAULTS.dtype,
+    weight_format: WeightFormat = _DEFAULTS.weight_format,
     max_model_len: MaxModelLen = None,
     device: Device = _DEFAULTS.device,
     tensor_parallel_size: Tp = 1,

@@ -13,6 +13,7 @@ from hw.topology import ParallelConfig
 PAGE_SIZE = 64
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
+WEIGHT_FORMATS = ("auto", "fp8", "dequantized")
 RANK_DEATH_POLICIES = ("fail",)  # the instance ends, non-zero, naming the rank
 
 
@@ -24,6 +25,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"  # a backend of hw.select
     dtype: str = "auto"
     load_format: str = "auto"  # "dummy": seeded random weights, no checkpoint needed
+    weight_format: str = "auto"  # of block-FP8 checkpoints: "fp8" keeps them, "dequantized" does not; auto: what suits the device
     seed: int = 0  # of dummy weights
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -64,6 +66,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {args.dtype!r}")
         if args.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {args.load_format!r}")
+        if args.weight_format not in WEIGHT_FORMATS:
+            raise ValueError(f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, got {args.weight_format!r}")
+        if args.weight_format == "fp8" and model.quantization is None:
+            raise ValueError("weight_format 'fp8' needs a checkpoint in block-FP8, this one is not")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_dispatch_tokens_per_rank"):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")

@@ -86,6 +86,7 @@ def _build(config: EngineConfig, backend: Backend, dtype: str, rank: int) -> Dec
         rank=rank,
         max_model_len=1,
         num_redundant_experts=config.eplb.num_redundant_experts,
+        keep_fp8=config.args.weight_format == "fp8" or (config.args.weight_format == "auto" and backend.keeps_fp8),
         device=torch.device("meta"),
     )
 

@@ -311,3 +311,4 @@ class Backend:
     runtime: Runtime
     expert_comm: ExpertComm
     tp: Collectives
+    keeps_fp8: bool = False  # whether block-FP8 weights are worth keeping as they are; if not, they are dequantised on load

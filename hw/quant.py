@@ -39,9 +39,33 @@ class QuantTensor:
             f"scale {tuple(self.scale.shape)} of data {tuple(self.data.shape)} in blocks of {self.block}"
         )
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+    def numel(self) -> int:
+        """Values, scales not counted."""
+        return self.data.numel()
+
     def expert(self, e: int) -> "QuantTensor":
         """The matrix of one expert; a view."""
         return QuantTensor(self.data[e], self.scale[e], self.format, self.block)
+
+    def rows(self, start: int, stop: int) -> "QuantTensor":
+        """Rows `start .. stop` of a matrix; a view. They begin at a block's edge, and end at one or at the last row."""
+        size, rows = self.block[0], self.data.shape[0]
+        assert self.data.ndim == 2 and start % size == 0 and (stop % size == 0 or stop == rows), (start, stop, rows, self.block)
+        return QuantTensor(self.data[start:stop], self.scale[start // size : -(-stop // size)], self.format, self.block)
+
+    def copy_(self, other: "QuantTensor") -> None:
+        """Take over data and scales, in place."""
+        assert other.data.shape == self.data.shape and other.block == self.block, (other.data.shape, other.block)
+        self.data.copy_(other.data)
+        self.scale.copy_(other.scale)
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

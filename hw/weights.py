@@ -16,7 +16,45 @@ from typing import Literal
 
 import torch
 
+from hw.quant import QuantTensor, ScaleFormat, quantize_weight_blocks, scale_shape
+
+Matrix = torch.Tensor | QuantTensor
 WeightKind = Literal["matrix", "norm", "gate_bias"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a rank allocates its parameters: activations' dtype, device, and block-FP8 for matrices that are stored so."""
+
+    dtype: torch.dtype
+    device: torch.device
+    fp8_block: tuple[int, int] | None = None  # None: every matrix is in `dtype`
+    scale_format: ScaleFormat = "fp32"
+
+    def dense(self, *shape: int) -> torch.Tensor:
+        """Uninitialised, in the activations' dtype."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def matrix(self, *shape: int, edges: tuple[int, ...] = ()) -> Matrix:
+        """A weight `[N, K]`, or `[E, N, K]` of experts, that a checkpoint may hold in block-FP8.
+
+        edges: where pieces of it meet, or where this rank's slice ends. If one of them cuts a block, the matrix is kept in `dtype`.
+        """
+        if self.fp8_block is None or any(edge % block for edge in edges for block in self.fp8_block):
+            return self.dense(*shape)
+        data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        scale = torch.empty(scale_shape(shape, self.fp8_block), dtype=torch.float32, device=self.device)
+        return QuantTensor(data, scale, self.scale_format, self.fp8_block)
+
+
+def rows(matrix: Matrix, start: int, stop: int) -> Matrix:
+    """A view of rows `start .. stop` of `[N, K]`."""
+    return matrix.rows(start, stop) if isinstance(matrix, QuantTensor) else matrix[start:stop]
+
+
+def expert(matrix: Matrix, e: int) -> Matrix:
+    """A view of expert e of `[E, N, K]`."""
+    return matrix.expert(e) if isinstance(matrix, QuantTensor) else matrix[e]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +67,7 @@ class Weight:
 
     name: str  # full name in the checkpoint
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
-    target: torch.Tensor  # a view into the layer's storage, with as many elements as the slice, in the slice's order
+    target: Matrix  # a view into the layer's storage, with as many elements as the slice, in the slice's order
     index: tuple[slice, ...] = ()  # which part this rank holds, step 1, from the first dimension on; (): all
     kind: WeightKind = "matrix"  # how a dummy value is drawn
 
@@ -46,6 +84,14 @@ class Weight:
         parts = self.index + (slice(None),) * (len(self.shape) - len(self.index))
         return tuple(len(range(*part.indices(size))) for part, size in zip(parts, self.shape, strict=True))
 
-    def fill(self, value: torch.Tensor) -> None:
-        """Write the slice `value` into the target, converting its dtype; in place, so graphs and views stay valid."""
-        self.target.copy_(value.reshape(self.target.shape))
+    def fill(self, value: Matrix) -> None:
+        """Write the slice `value` into the target, converting its dtype; in place, so graphs and views stay valid.
+
+        A target in block-FP8 takes a QuantTensor as it is and quantises anything else.
+        """
+        if not isinstance(self.target, QuantTensor):
+            self.target.copy_(value.reshape(self.target.shape))
+            return
+        if not isinstance(value, QuantTensor):
+            value = quantize_weight_blocks(value, self.target.block, self.target.format == "ue8m0")
+        self.target.copy_(value)

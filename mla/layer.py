@@ -3,7 +3,7 @@
 import torch
 
 from hw.api import LatentDims, Ops
-from hw.weights import Weight
+from hw.weights import Storage, Weight, rows
 from mla.absorbed import absorb_query, absorbed_chunk, absorbed_decode
 from mla.config import MLAConfig
 from mla.metadata import AttnMetadata, PrefillMeta
@@ -26,8 +26,7 @@ class MLALayer:
         ops: Ops,
         *,
         prefix: str,
-        dtype: torch.dtype,
-        device: torch.device,
+        storage: Storage,
         table: torch.Tensor,
         first_head: int = 0,
         num_heads: int | None = None,
@@ -37,19 +36,20 @@ class MLALayer:
         self.first_head, self.num_heads = first_head, num_heads
         self.dims = LatentDims(config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
 
-        def new(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
         q_rank, q_out = config.q_lora_rank, num_heads * config.qk_head_dim
+        # This rank's heads may end within an FP8 block; the whole model's end where the tensor does.
+        split = num_heads < config.num_heads
         # Down-projections of query and latent read the same input: one product.
-        self.down = new((q_rank or 0) + config.latent_dim, config.hidden_size)
-        self.q_up = new(q_out, config.hidden_size if q_rank is None else q_rank)
-        self.q_norm = None if q_rank is None else new(q_rank)
-        self.kv_norm = new(config.kv_lora_rank)
-        self.kv_up = new(num_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        self.down = storage.matrix((q_rank or 0) + config.latent_dim, config.hidden_size, edges=() if q_rank is None else (q_rank,))
+        self.q_up = storage.matrix(q_out, config.hidden_size if q_rank is None else q_rank, edges=(q_out,) if split else ())
+        self.q_norm = None if q_rank is None else storage.dense(q_rank)
+        self.kv_norm = storage.dense(config.kv_lora_rank)
+        # Absorption takes this matrix apart by head, so it is never kept in blocks.
+        self.kv_up = storage.dense(num_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
         self.w_uk = self.kv_up[:, : config.qk_nope_head_dim]  # [H, n, L]
         self.w_uv = self.kv_up[:, config.qk_nope_head_dim :]  # [H, v, L]
-        self.out = new(config.hidden_size, num_heads * config.v_head_dim)
+        v_out = num_heads * config.v_head_dim
+        self.out = storage.matrix(config.hidden_size, v_out, edges=(v_out,) if split else ())
 
     def weights(self) -> list[Weight]:
         """Checkpoint tensors of this layer, by their hub names."""
@@ -66,7 +66,7 @@ class MLALayer:
 
         q_out, kv_out = c.num_heads * c.qk_head_dim, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
         found = [
-            weight("kv_a_proj_with_mqa", (c.latent_dim, c.hidden_size), self.down[q_rank or 0 :]),
+            weight("kv_a_proj_with_mqa", (c.latent_dim, c.hidden_size), rows(self.down, q_rank or 0, self.down.shape[0])),
             weight("kv_a_layernorm", (c.kv_lora_rank,), self.kv_norm, "norm"),
             weight("kv_b_proj", (kv_out, c.kv_lora_rank), self.kv_up, rows_per_head=kv_out // c.num_heads),
             weight("o_proj", (c.hidden_size, c.num_heads * c.v_head_dim), self.out, columns_per_head=c.v_head_dim),
@@ -75,7 +75,7 @@ class MLALayer:
             return [*found, weight("q_proj", (q_out, c.hidden_size), self.q_up, rows_per_head=c.qk_head_dim)]
         return [
             *found,
-            weight("q_a_proj", (q_rank, c.hidden_size), self.down[:q_rank]),
+            weight("q_a_proj", (q_rank, c.hidden_size), rows(self.down, 0, q_rank)),
             weight("q_a_layernorm", (q_rank,), self.q_norm, "norm"),
             weight("q_b_proj", (q_out, q_rank), self.q_up, rows_per_head=c.qk_head_dim),
         ]

@@ -3,28 +3,28 @@
 import torch
 
 from hw.api import Dispatched, ExpertMode, Ops
-from hw.weights import Weight
+from hw.weights import Storage, Weight, expert, rows
 from moe.config import MoEConfig
 
 
 class Experts:
     """Physical experts held here. `held` are the logical ids of this rank's slots, in slot order; replicas repeat an id."""
 
-    def __init__(self, config: MoEConfig, ops: Ops, held: tuple[int, ...], *, prefix: str, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: MoEConfig, ops: Ops, held: tuple[int, ...], *, prefix: str, storage: Storage):
         self.config, self.ops, self.held, self.prefix = config, ops, held, prefix
         inner, hidden = config.intermediate_size, config.hidden_size
-        self.gate_up = torch.empty(len(held), 2 * inner, hidden, dtype=dtype, device=device)  # gate rows first
-        self.down = torch.empty(len(held), hidden, inner, dtype=dtype, device=device)
+        self.gate_up = storage.matrix(len(held), 2 * inner, hidden, edges=(inner,))  # gate rows first
+        self.down = storage.matrix(len(held), hidden, inner)
 
     def weights(self) -> list[Weight]:
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
         found = []
         for local, logical in enumerate(self.held):
-            name = f"{self.prefix}.{logical}"
+            name, gate_up = f"{self.prefix}.{logical}", expert(self.gate_up, local)
             found += [
-                Weight(name=f"{name}.gate_proj.weight", shape=(inner, hidden), target=self.gate_up[local, :inner]),
-                Weight(name=f"{name}.up_proj.weight", shape=(inner, hidden), target=self.gate_up[local, inner:]),
-                Weight(name=f"{name}.down_proj.weight", shape=(hidden, inner), target=self.down[local]),
+                Weight(name=f"{name}.gate_proj.weight", shape=(inner, hidden), target=rows(gate_up, 0, inner)),
+                Weight(name=f"{name}.up_proj.weight", shape=(inner, hidden), target=rows(gate_up, inner, 2 * inner)),
+                Weight(name=f"{name}.down_proj.weight", shape=(hidden, inner), target=expert(self.down, local)),
             ]
         return found
 

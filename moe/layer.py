@@ -11,7 +11,7 @@ import torch
 
 from eplb.placement import Placement
 from hw.api import Backend, Dispatched, ExpertStep
-from hw.weights import Weight
+from hw.weights import Storage, Weight
 from moe.config import MoEConfig
 from moe.experts import Experts
 from moe.gate import Gate
@@ -39,18 +39,16 @@ class MoELayer:
         rank: int,
         *,
         prefix: str,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        storage: Storage,
     ):
-        device = device or backend.runtime.device
         self.config, self.comm, self.placement = config, backend.expert_comm, placement
-        self.gate = Gate(config, backend.ops, prefix=f"{prefix}.gate", device=device)
-        self.router = Router(placement, device)
-        self.local = Experts(config, backend.ops, placement.held_by(rank), prefix=f"{prefix}.experts", dtype=dtype, device=device)
+        self.gate = Gate(config, backend.ops, prefix=f"{prefix}.gate", device=storage.device)
+        self.router = Router(placement, storage.device)
+        self.local = Experts(config, backend.ops, placement.held_by(rank), prefix=f"{prefix}.experts", storage=storage)
         self.shared = None
         if config.num_shared_experts:
             width = config.num_shared_experts * config.intermediate_size
-            self.shared = MLP(config.hidden_size, width, backend.ops, prefix=f"{prefix}.shared_experts", dtype=dtype, device=device)
+            self.shared = MLP(config.hidden_size, width, backend.ops, prefix=f"{prefix}.shared_experts", storage=storage)
 
     def weights(self) -> list[Weight]:
         return [*self.gate.weights(), *self.local.weights(), *(self.shared.weights() if self.shared else [])]

@@ -3,22 +3,22 @@
 import torch
 
 from hw.api import Ops
-from hw.weights import Weight
+from hw.weights import Storage, Weight, rows
 
 
 class MLP:
     """Whole on every rank: between attentions the tokens are sliced over TP ranks, not the weights."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops, *, prefix: str, dtype: torch.dtype, device: torch.device):
+    def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops, *, prefix: str, storage: Storage):
         self.ops, self.prefix, self.intermediate_size = ops, prefix, intermediate_size
-        self.gate_up = torch.empty(2 * intermediate_size, hidden_size, dtype=dtype, device=device)  # gate rows first
-        self.down = torch.empty(hidden_size, intermediate_size, dtype=dtype, device=device)
+        self.gate_up = storage.matrix(2 * intermediate_size, hidden_size, edges=(intermediate_size,))  # gate rows first
+        self.down = storage.matrix(hidden_size, intermediate_size)
 
     def weights(self) -> list[Weight]:
         inner, hidden = self.intermediate_size, self.down.shape[0]
         return [
-            Weight(name=f"{self.prefix}.gate_proj.weight", shape=(inner, hidden), target=self.gate_up[:inner]),
-            Weight(name=f"{self.prefix}.up_proj.weight", shape=(inner, hidden), target=self.gate_up[inner:]),
+            Weight(name=f"{self.prefix}.gate_proj.weight", shape=(inner, hidden), target=rows(self.gate_up, 0, inner)),
+            Weight(name=f"{self.prefix}.up_proj.weight", shape=(inner, hidden), target=rows(self.gate_up, inner, 2 * inner)),
             Weight(name=f"{self.prefix}.down_proj.weight", shape=(hidden, inner), target=self.down),
         ]
 

@@ -176,6 +176,7 @@ def load_model(config: EngineConfig, backend: Backend, *, rank: int = 0, progres
         rank=rank,
         max_model_len=config.max_model_len,
         num_redundant_experts=config.eplb.num_redundant_experts,
+        keep_fp8=args.weight_format == "fp8" or (args.weight_format == "auto" and backend.keeps_fp8),
     )
     if args.load_format == "dummy":
         dummy_weights(model.weights(), args.seed)

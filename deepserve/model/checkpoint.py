@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from deepserve.model.config import FP8BlockConfig, ModelConfig
-from hw.quant import dequantize_slice, scale_shape
+from hw.quant import QuantTensor, dequantize_slice, scale_shape
 from hw.weights import Weight
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -139,18 +139,29 @@ class Checkpoint:
         problem = self.problem(name)
         if problem is not None:
             raise CheckpointError(f"{self.folder}: {problem}")
-        data = self.raw(name, index)
         if self.dtype(name) != FP8:
-            return data
-        shape = self.shape(name)
+            return self.raw(name, index)
+        data, scale, origin = self._blocks(name, index)
+        return dequantize_slice(data, scale, self._block, origin)
+
+    def read_quantized(self, name: str, index: tuple[slice, ...] = ()) -> QuantTensor | torch.Tensor:
+        """Like `read`, but float8 stays as it is. The part begins and ends at edges of blocks or of the tensor."""
+        if name not in self or self.dtype(name) != FP8 or self.problem(name):
+            return self.read(name, index)
+        data, scale, origin = self._blocks(name, index)
+        assert origin == (0, 0), f"{name}: part {index} cuts a block"
+        assert self.quantization is not None
+        return QuantTensor(data, scale.float(), self.quantization.scale_format, self._block)
+
+    def _blocks(self, name: str, index: tuple[slice, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+        """Data of a part, the scales of all blocks that it touches, and where within the first of them it begins."""
         parts = index + (slice(None),) * (2 - len(index))
         scale_parts, origin = [], []
-        for part, size, block in zip(parts, shape, self._block, strict=True):
+        for part, size, block in zip(parts, self.shape(name), self._block, strict=True):
             start, stop, _ = part.indices(size)
             scale_parts.append(slice(start // block, max(start // block, -(-stop // block))))
             origin.append(start % block)
-        scale = self.raw(name + SCALE_SUFFIX, tuple(scale_parts))
-        return dequantize_slice(data, scale, self._block, tuple(origin))
+        return self.raw(name, index), self.raw(name + SCALE_SUFFIX, tuple(scale_parts)), (origin[0], origin[1])
 
     def raw(self, name: str, index: tuple[slice, ...] = ()) -> torch.Tensor:
         """As stored, float8 without its scale: a read-only view of the mapped file."""
@@ -176,9 +187,11 @@ def load_weights(
     ordered.sort(key=lambda w: (checkpoint.file_of(w.name), w.name, str(w.index)))
     with _progress_bar(sum(w.target.nbytes for w in ordered), progress) as advance:
         for (name, _), replicas in groupby(ordered, key=lambda w: (w.name, str(w.index))):
-            value: torch.Tensor | None = None
+            value: torch.Tensor | QuantTensor | None = None
             for weight in replicas:
-                value = checkpoint.read(name, weight.index) if value is None else value
+                if value is None:
+                    read = checkpoint.read_quantized if isinstance(weight.target, QuantTensor) else checkpoint.read
+                    value = read(name, weight.index)
                 weight.fill(value)
                 advance(weight.target.nbytes)
 
@@ -259,8 +272,9 @@ def dummy_weights(weights: Iterable[Weight], seed: int) -> None:
 
 def _dummy(weight: Weight, seed: int) -> torch.Tensor:
     digest = hashlib.sha256(f"{seed} {weight.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-    noise = torch.randn(weight.shape, generator=generator)
+    device = weight.target.data.device  # drawn where it stays: a large model would take hours on the host
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+    noise = torch.randn(weight.shape, generator=generator, device=device)
     if weight.kind == "norm":
         return 1.0 + 0.1 * noise
     if weight.kind == "gate_bias":

@@ -9,7 +9,7 @@ from eplb.placement import Placement, initial_placement
 from hw.api import Backend, ExpertStep
 from hw.cache_spec import CacheSpec
 from hw.topology import ParallelConfig
-from hw.weights import Weight
+from hw.weights import Storage, Weight
 from mla.cache import latent_cache
 from mla.layer import MLALayer
 from mla.metadata import AttnMetadata
@@ -24,8 +24,7 @@ class Build:
 
     config: ModelConfig
     backend: Backend
-    dtype: torch.dtype
-    device: torch.device
+    storage: Storage
     parallel: ParallelConfig
     rank: int
     num_redundant_experts: int
@@ -36,17 +35,16 @@ class DecoderLayer:
     """Norm, attention, norm, MLP, with the residual carried beside the hidden state so that each add joins the next norm."""
 
     def __init__(self, build: Build, layer_idx: int):
-        config, ops, device = build.config, build.backend.ops, build.device
+        config, ops, storage = build.config, build.backend.ops, build.storage
         prefix = f"model.layers.{layer_idx}"
         self.ops, self.eps, self.prefix = ops, config.rms_norm_eps, prefix
-        self.input_norm = torch.empty(config.hidden_size, dtype=build.dtype, device=device)
-        self.post_norm = torch.empty(config.hidden_size, dtype=build.dtype, device=device)
+        self.input_norm = storage.dense(config.hidden_size)
+        self.post_norm = storage.dense(config.hidden_size)
         self.tp = build.backend.tp
         heads = config.mla.num_heads // build.parallel.tp
         first_head = build.parallel.place(build.rank).tp * heads
         self.attention = MLALayer(
-            config.mla, ops, prefix=f"{prefix}.self_attn", dtype=build.dtype, device=device, table=build.rope,
-            first_head=first_head, num_heads=heads,
+            config.mla, ops, prefix=f"{prefix}.self_attn", storage=storage, table=build.rope, first_head=first_head, num_heads=heads,
         )  # fmt: skip
         self.moe: MoELayer | None = None
         self.dense: MLP | None = None
@@ -54,9 +52,9 @@ class DecoderLayer:
             assert config.moe is not None
             placement = initial_placement(config.moe.num_experts, build.parallel.ep, build.num_redundant_experts)
             ep_rank = build.parallel.place(build.rank).ep
-            self.moe = MoELayer(config.moe, build.backend, placement, ep_rank, prefix=f"{prefix}.mlp", dtype=build.dtype, device=device)
+            self.moe = MoELayer(config.moe, build.backend, placement, ep_rank, prefix=f"{prefix}.mlp", storage=storage)
         else:
-            self.dense = MLP(config.hidden_size, config.intermediate_size, ops, prefix=f"{prefix}.mlp", dtype=build.dtype, device=device)
+            self.dense = MLP(config.hidden_size, config.intermediate_size, ops, prefix=f"{prefix}.mlp", storage=storage)
 
     def weights(self) -> list[Weight]:
         hidden = (self.input_norm.shape[0],)
@@ -98,16 +96,21 @@ class Decoder:
 
     def __init__(
         self, config: ModelConfig, backend: Backend, dtype: torch.dtype, *, parallel: ParallelConfig, rank: int, max_model_len: int,
-        num_redundant_experts: int, device: torch.device | None = None,
+        num_redundant_experts: int, keep_fp8: bool = False, device: torch.device | None = None,
     ):  # fmt: skip
-        """Allocates storage and fills none of it. `device`: where, if not the backend's own; "meta" for sizes only."""
+        """Allocates storage and fills none of it.
+
+        keep_fp8: matrices that the checkpoint holds in block-FP8 stay so. device: where, if not the backend's own; "meta" for sizes only.
+        """
         device = device or backend.runtime.device
         rope = rope_table(config.mla, max_model_len, device)
-        build = Build(config, backend, dtype, device, parallel, rank, num_redundant_experts, rope)
+        fp8 = config.quantization if keep_fp8 else None
+        storage = Storage(dtype, device) if fp8 is None else Storage(dtype, device, (fp8.block_n, fp8.block_k), fp8.scale_format)
+        build = Build(config, backend, storage, parallel, rank, num_redundant_experts, rope)
         self.config, self.ops, self.dtype, self.tp = config, backend.ops, dtype, backend.tp
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embedding = storage.dense(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(build, i) for i in range(config.num_layers)]
-        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.norm = storage.dense(config.hidden_size)
         # The head is split over the TP ranks by vocabulary.
         self._vocab_lens = even_slices(config.vocab_size, parallel.tp)
         first = sum(self._vocab_lens[: self.tp.rank])
@@ -115,7 +118,7 @@ class Decoder:
         if config.tie_word_embeddings:
             self.head = self.embedding[self._vocab]
         else:
-            self.head = torch.empty(self._vocab_lens[self.tp.rank], config.hidden_size, dtype=dtype, device=device)
+            self.head = storage.dense(self._vocab_lens[self.tp.rank], config.hidden_size)
 
     def weights(self) -> list[Weight]:
         """Everything this rank holds, by checkpoint name."""

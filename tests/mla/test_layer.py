@@ -10,6 +10,7 @@ from hw.api import LatentDims, Ops, Segments
 from hw.cpu.ops import CpuOps
 from hw.select import open_backend
 from hw.testing import assert_close
+from hw.weights import Storage
 from mla.config import MLAConfig, YarnConfig
 from mla.layer import MLALayer
 from mla.metadata import AttnMetadata, DecodeMeta, PrefillMeta
@@ -65,7 +66,7 @@ def weights_for(config: MLAConfig) -> dict[str, torch.Tensor]:
 
 def make_layer(config: MLAConfig, ops: Ops, values: dict[str, torch.Tensor], dtype=torch.float32, **heads: int) -> MLALayer:
     device = torch.device("cpu")
-    layer = MLALayer(config, ops, prefix=PREFIX, dtype=dtype, device=device, table=rope_table(config, MAX_LEN, device), **heads)
+    layer = MLALayer(config, ops, prefix=PREFIX, storage=Storage(dtype, device), table=rope_table(config, MAX_LEN, device), **heads)
     for weight in layer.weights() if values else []:
         weight.fill(values[weight.name][weight.index])
     return layer

@@ -11,6 +11,7 @@ from eplb.placement import Placement, initial_placement
 from hw.api import ExpertMode, ExpertStep
 from hw.select import open_backend
 from hw.testing import assert_close
+from hw.weights import Storage
 from moe.config import MoEConfig
 from moe.gate import Gate
 from moe.layer import MoELayer
@@ -85,7 +86,7 @@ def ours(
     config: MoEConfig, weights: dict[str, torch.Tensor], backend: str = "plain", placement: Placement | None = None, dtype=torch.float32
 ) -> MoELayer:
     placement = placement or initial_placement(config.num_experts, 1)
-    layer = MoELayer(config, BACKENDS[backend], placement, 0, prefix="mlp", dtype=dtype)
+    layer = MoELayer(config, BACKENDS[backend], placement, 0, prefix="mlp", storage=Storage(dtype, BACKENDS[backend].runtime.device))
     for weight in layer.weights():
         assert tuple(weights[weight.name].shape) == weight.shape, weight.name
         weight.fill(weights[weight.name][weight.index])
@@ -201,7 +202,9 @@ def test_stages_of_two_micro_batches_interleave(mode: ExpertMode):
 def test_a_rank_holds_the_weights_of_its_slots():
     placement = initial_placement(16, 3)  # six slots each, the last two are replicas of 0 and 1
     for rank, held in enumerate([(0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11), (12, 13, 14, 15, 0, 1)]):
-        layer = MoELayer(_V3, BACKENDS["plain"], placement, rank, prefix="mlp", dtype=torch.float32)
+        layer = MoELayer(
+            _V3, BACKENDS["plain"], placement, rank, prefix="mlp", storage=Storage(torch.float32, BACKENDS["plain"].runtime.device)
+        )
         names = [weight.name for weight in layer.weights() if weight.name.endswith("down_proj.weight") and ".experts." in weight.name]
         assert names == [f"mlp.experts.{e}.down_proj.weight" for e in held]
 
