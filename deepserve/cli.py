@@ -48,6 +48,9 @@ Invariant = Annotated[
 Async = Annotated[
     bool | None, _option("--async-scheduling/--no-async-scheduling", help="Plan a step while one runs; default: by device.", panel=_ENGINE)
 ]
+Graphs = Annotated[
+    bool | None, _option("--graphs/--enforce-eager", help="Capture decode steps and replay them; default: by device.", panel=_ENGINE)
+]
 Threads = Annotated[int | None, _option("--num-threads", help="CPU threads of a rank.", panel=_ENGINE)]
 StepTimeout = Annotated[
     float, _option("--step-timeout-s", "--watchdog-timeout", help="Seconds after which a rank that hangs counts as lost.", panel=_ENGINE)
@@ -96,6 +99,7 @@ def serve(
     data_parallel_size: Dp = 1,
     num_redundant_experts: Redundant = 0,
     batch_invariant: Invariant = False,
+    graphs: Graphs = None,
     async_scheduling: Async = None,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,

@@ -41,6 +41,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     num_redundant_experts: int = 0
     max_dispatch_tokens_per_rank: int = 128  # cap of the low-latency expert dispatch
     batch_invariant: bool = False
+    graphs: bool | None = None  # capture decode steps and replay them; None: where that is cheaper
     async_scheduling: bool | None = None  # plan a step while the one before it runs; None: where the device works on its own
     num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
     step_timeout_s: float = 120.0  # a rank that is silent, or late to a collective, for this long is lost, and its instance ends
@@ -99,6 +100,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"on_rank_death must be one of {', '.join(RANK_DEATH_POLICIES)}, got {args.on_rank_death!r}")
         if not 0.0 < args.step_timeout_s < float("inf"):
             raise ValueError(f"step_timeout_s must be a number above 0, got {args.step_timeout_s}")
+        if args.graphs and args.data_parallel_size * args.tensor_parallel_size > 1:
+            raise ValueError("graphs of several ranks are not supported: their expert dispatch varies in size from step to step")
         parallel = ParallelConfig(dp=args.data_parallel_size, tp=args.tensor_parallel_size)
         return cls(
             args=args,

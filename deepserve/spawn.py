@@ -21,13 +21,16 @@ BLAME_S = 1.0
 
 @dataclass(frozen=True)
 class RankDeath:
-    """A rank that ended without being told to."""
+    """A rank that ended without being told to, or that the others lost because it stands still."""
 
     rank: int
     pid: int
-    code: int  # exit code; killed by a signal: 128 + its number
+    code: int  # exit code; killed by a signal: 128 + its number; of a rank that stands still: EXIT_PEER_LOST, the others' code
+    ended: bool = True
 
     def __str__(self) -> str:
+        if not self.ended:
+            return f"rank {self.rank} (pid {self.pid}) stood still until the others gave it up"
         how = f"exit code {self.code}" if self.code < 128 else f"signal {signal.Signals(self.code - 128).name}"
         return f"rank {self.rank} (pid {self.pid}) ended with {how}"
 
@@ -66,15 +69,22 @@ class LocalInstance:
         return [process.pid for process in self._processes]
 
     def poll(self) -> RankDeath | None:
-        """The rank whose death ended the instance, None while all live. Waits a moment for the first one to show."""
+        """The rank whose death ended the instance, None while all live. Waits a moment for it to show.
+
+        If all that ended had lost a peer, then the peer is one that still lives: it stood still for the step timeout.
+        """
         if all(process.poll() is None for process in self._processes):
             return None
         deadline = time.monotonic() + BLAME_S
         while True:
             deaths = [self._death(rank) for rank, process in enumerate(self._processes) if process.poll() is not None]
             guilty = [death for death in deaths if death.code != EXIT_PEER_LOST]
-            if guilty or time.monotonic() > deadline:
-                return (guilty or deaths)[0]
+            if guilty:
+                return guilty[0]
+            if time.monotonic() > deadline:
+                alive = (rank for rank, process in enumerate(self._processes) if process.poll() is None)
+                stuck = next(alive, None)
+                return deaths[0] if stuck is None else RankDeath(stuck, self._processes[stuck].pid, EXIT_PEER_LOST, ended=False)
             time.sleep(0.01)
 
     def _death(self, rank: int) -> RankDeath:

@@ -8,14 +8,16 @@ A weight may be a `QuantTensor`. Then a backend may also quantise bf16 activatio
 (`hw.quant.quantize_activation`), as the models themselves are meant to run; fp32 activations stay as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
 from hw.quant import QuantTensor
 
+T = TypeVar("T")
 Matrix = torch.Tensor | QuantTensor  # weight [N, K], used as x @ W.T
 
 
@@ -281,6 +283,7 @@ class Runtime(Protocol):
     """The device itself."""
 
     device: torch.device
+    captures: bool  # whether repeating captured work is cheaper than doing it again
     runs_ahead: bool  # whether ops return before they are done, so that the host can plan meanwhile
 
     def memory(self) -> MemoryInfo:
@@ -300,6 +303,12 @@ class Runtime(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all queued work."""
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Record device work once; the result repeats it on the same storage and returns the same tensors.
+
+        The work must not wait for the device, and reads what varies from buffers that its maker keeps.
+        """
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,16 @@ class Engine:
             page_size=config.page_size,
             max_num_seqs=args.max_num_seqs,
             max_model_len=config.max_model_len,
+            num_captured=self._num_captured(),
         )
         seconds = time.perf_counter() - started
         logger.info("loaded %s as %s in %.1f s\n%s", config.model_path, model.dtype, seconds, self.memory.table())
+
+    def _num_captured(self) -> int:
+        """Most sequences of a captured decode step: those of a full batch, if their tokens fit the low-latency dispatch."""
+        args = self.config.args
+        wanted = self.backend.runtime.captures and self.groups.ep.size == 1 if args.graphs is None else args.graphs
+        return min(args.max_num_seqs, args.max_dispatch_tokens_per_rank) if wanted else 0
 
     @property
     def limits(self) -> Limits:

@@ -5,9 +5,11 @@
                                       '-- nobody has work: park until a request comes in or another rank wakes us
 
 A vote is one small collective on the host. It tells every rank how many tokens each brings and what else must be decided alike; its
-result fixes the expert-communication mode of the step. A dead peer fails the vote; nobody waits for ever.
+result fixes the expert-communication mode of the step. A dead peer fails the vote, one that stands still fails it after the step
+timeout; nobody waits for ever. Parked ranks vote every `PARK_S` seconds, so that they notice as well.
 """
 
+import math
 import secrets
 import time
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ import zmq
 
 from hw.api import ExpertMode, ExpertStep
 from hw.groups import Groups
+
+PARK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -90,17 +94,19 @@ class Lockstep:
         return Outcome(num_tokens, expert_step([-(-tokens // tp) for tokens in num_tokens], self._cap), collect, end)
 
     def park(self, poller: zmq.Poller) -> None:
-        """Sleep until a message or a wake-up of this park comes in.
+        """Sleep until a message or a wake-up of this park comes in, or it is time to see whether the other ranks live.
 
-        `poller` holds this rank's other sockets; a message there wakes the other ranks.
+        `poller` holds this rank's other sockets; a message there wakes the other ranks, and so does the time.
         """
         self._num_parks += 1
+        deadline = time.monotonic() + (PARK_S if self._peers else math.inf)
         poller.register(self.wakeups, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            left_s = max(0.0, deadline - time.monotonic())
+            ready = dict(poller.poll(None if math.isinf(left_s) else math.ceil(left_s * 1000)))
             if self.wakeups in ready and not self._take_wakeups():
                 ready.pop(self.wakeups)  # a late one, of an earlier park
-            if ready:
+            if ready or time.monotonic() >= deadline:
                 break
         poller.unregister(self.wakeups)
         if self.wakeups not in ready:

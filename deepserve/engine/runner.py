@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from deepserve.engine.batch import build_batch
+from deepserve.engine.graphs import DecodeGraphs
 from deepserve.engine.rows import Rows
 from deepserve.engine.sampler import PROMPT_TILE, Sampler, Wanted
 from deepserve.engine.step import StepPlan, StepResult
@@ -15,7 +16,18 @@ from hw.api import Backend, ExpertStep
 class Runner:
     """Runs plans. Its only state is the row table, the caches and the penalty counts; all of it can be told again."""
 
-    def __init__(self, model: Decoder, backend: Backend, *, num_pages: int, page_size: int, max_num_seqs: int, max_model_len: int):
+    def __init__(
+        self,
+        model: Decoder,
+        backend: Backend,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_captured: int = 0,
+    ):
+        """num_captured: most sequences of a decode step that is captured and replayed; 0: none."""
         self.model, self.backend, self.page_size = model, backend, page_size
         runtime = backend.runtime
         spec = model.cache_spec()
@@ -25,6 +37,10 @@ class Runner:
         ]
         self.rows = Rows(max_num_seqs, -(-max_model_len // page_size))
         self.sampler = Sampler(backend.ops, self.rows, model.config.vocab_size, runtime.device)
+        self.graphs: DecodeGraphs | None = None
+        if num_captured:
+            with torch.inference_mode():
+                self.graphs = DecodeGraphs(model, backend, self.caches, largest=num_captured, max_model_len=max_model_len)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, step: ExpertStep) -> "Launched":
@@ -34,10 +50,14 @@ class Runner:
         """
         self.sampler.forget(self.rows.update(plan))
         batch = build_batch(plan, self.rows, self.sampler.drawn, self.page_size)
-        hidden = self.model.forward(batch.token_ids, batch.meta, self.caches, step)
         row_ids = [plan.rows[i] for i in plan.draws]
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draws]
-        tokens, logprobs = self._draw(hidden[batch.ends[plan.draws]], row_ids, positions)
+        if self.graphs is not None and self.graphs.fits(plan, step):
+            tokens, logprobs = self._draw(self.graphs.run(batch), row_ids, positions)
+            return Launched(plan, row_ids, self.rows.num_fills[row_ids].tolist(), positions, tokens, logprobs, {})
+        hidden = self.model.forward(batch.token_ids, batch.meta, self.caches, step)
+        logits = self.model.logits(hidden[batch.ends[plan.draws]]) if plan.draws else None
+        tokens, logprobs = self._draw(logits, row_ids, positions)
         prompt_logprobs = {i: self._prompt_logprobs(plan, i, hidden, int(batch.ends[i])) for i in plan.prompt_logprobs}
         return Launched(plan, row_ids, self.rows.num_fills[row_ids].tolist(), positions, tokens, logprobs, prompt_logprobs)
 
@@ -63,13 +83,12 @@ class Runner:
         """Take part in a step without tokens of our own."""
         self.model.idle(step)
 
-    def _draw(self, hidden: torch.Tensor, row_ids: list[int], positions: list[int]) -> tuple[torch.Tensor, Wanted | None]:
-        """Rank 0 of the TP group samples and tells the others. hidden `[R, hidden]`, tokens `[R]` int64."""
+    def _draw(self, logits: torch.Tensor | None, row_ids: list[int], positions: list[int]) -> tuple[torch.Tensor, Wanted | None]:
+        """Rank 0 of the TP group, which has the logits, samples and tells the others. logits `[R, vocab]` fp32, tokens `[R]` int64."""
         if not row_ids:
             return self.sampler.drawn[:0], None
-        logits = self.model.logits(hidden)
         if logits is None:
-            tokens = self.backend.tp.broadcast(torch.empty(len(row_ids), dtype=torch.int64, device=hidden.device))
+            tokens = self.backend.tp.broadcast(torch.empty(len(row_ids), dtype=torch.int64, device=self.sampler.drawn.device))
             self.sampler.drawn[row_ids] = tokens
             return tokens, None
         tokens, logprobs = self.sampler.draw(logits, row_ids, positions)

@@ -20,6 +20,7 @@ log = logging.getLogger("deepserve.server")
 
 WATCH_S = 0.1  # between looks at the engine processes
 GRACE_S = 10.0  # that engine processes get to end
+HURRY_S = 2.0  # that they get after a death: whoever lives ends at once, or stands still
 BACKLOG = 4096  # connections that wait to be accepted
 FLUSH_S = 2.0  # for the last error events to reach their clients
 MAX_HEAD_BYTES = 256 << 10  # of a request: its line and headers
@@ -83,6 +84,8 @@ class Frontend:
             _say(f"listening on {self.url}")
             code, line = await self._end
             self.state.draining = True
+            if code == 0:
+                self.client.stop()  # ranks that other processes watch end by this
             self.client.fail_all(line)  # error events instead of cut streams; after a drain there is nobody left
             server.should_exit = True
             await serving
@@ -91,7 +94,7 @@ class Frontend:
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
             if self._spawn is not None:
-                await asyncio.to_thread(self._spawn.stop, GRACE_S if self._num_signals < 2 else 0.0)
+                await asyncio.to_thread(self._spawn.stop, self._grace_s)
         _say(line)
         return code
 
@@ -136,6 +139,13 @@ class Frontend:
         else:
             line = "stopped, every request was finished"
         self._finish(0, line)
+
+    @property
+    def _grace_s(self) -> float:
+        if self._num_signals > 1:
+            return 0.0
+        ended_well = self._end.done() and self._end.result()[0] == 0
+        return GRACE_S if ended_well else HURRY_S
 
     def _finish(self, code: int, line: str):
         if not self._end.done():

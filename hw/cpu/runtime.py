@@ -1,11 +1,12 @@
 """The CPU as a device: memory as the kernel and the container report it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from hw.api import MemoryInfo
+from hw.api import MemoryInfo, T
 
 # Pages beyond this must be asked for: a CPU machine usually has other tenants.
 DEFAULT_CACHE_BYTES = 4 << 30
@@ -14,6 +15,7 @@ DEFAULT_CACHE_BYTES = 4 << 30
 class CpuRuntime:
     """Runtime over host memory."""
 
+    captures = False
     runs_ahead = False
 
     def __init__(self):
@@ -50,6 +52,9 @@ class CpuRuntime:
 
     def synchronize(self) -> None:
         """CPU ops are done when they return."""
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        return work  # nothing to record: the work itself reads its buffers anew
 
 
 def _cgroup_bytes() -> tuple[int | None, int]:

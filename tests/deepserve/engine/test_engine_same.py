@@ -39,6 +39,9 @@ WAYS = {
     "short chunks": {"long_prefill_token_threshold": 11, "max_num_batched_tokens": 64},
     "few pages": {"num_pages": 6, "max_model_len": 384},
     "few rows, throughput experts": {"max_num_seqs": 3, "max_dispatch_tokens_per_rank": 1},
+    "asynchronous": {"async_scheduling": True, "num_pages": 6, "max_model_len": 384},
+    "captured steps": {"graphs": True, "max_num_seqs": 11},
+    "captured steps, asynchronous": {"graphs": True, "async_scheduling": True, "max_num_seqs": 5, "max_num_batched_tokens": 32},
 }
 
 
