@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,37 +114,7 @@ def serve(
     on_rank_death: OnRankDeath = _DEFAULTS.on_rank_death,
 ) -> None:
     """Serve a model over the OpenAI API. SIGTERM or Ctrl-C finishes what runs; a second one stops at once."""
-    args = _engine_args(locals())
-    # Neither torch nor a device library here: the engine process loads them while this one starts.
-    from deepserve.model.config import ModelConfig
-    from deepserve.model.hub import resolve_model
-    from deepserve.server.lifecycle import run_server
-    from deepserve.server.state import ServerOptions
-    from deepserve.spawn import LocalInstance
-
-    try:
-        folder = str(resolve_model(model, revision, with_weights=load_format != "dummy"))
-        _check(args, folder, ModelConfig.from_folder(folder))
-    except ValueError as error:
-        _fail(str(error))
-    options = ServerOptions(
-        model_path=folder,
-        served_model_name=tuple(served_model_name or [model]),
-        host=host,
-        port=port,
-        num_engines=data_parallel_size,
-        engine_silence_limit_s=step_timeout_s,
-        api_key=tuple(api_key or ()),
-        chat_template=chat_template,
-        generation_config=generation_config,
-        max_concurrent_requests=max_concurrent_requests,
-        max_body_bytes=max_body_bytes,
-        shutdown_timeout_s=shutdown_timeout,
-        access_log=access_log,
-    )
-    # `launch.worker` puts a launcher here, to run one rank under torchrun instead of all ranks of this machine.
-    instance = (ctx.obj or LocalInstance)(args)
-    sys.exit(instance.guard() if instance.follows else run_server(options, instance))
+    _serve(ctx.obj, locals())
 
 
 @app.command()
@@ -229,6 +200,41 @@ def version() -> None:
     print(__version__)
 
 
+def _serve(launcher: Callable[[EngineArgs], Any] | None, flags: dict[str, Any]) -> None:
+    """Check what can be checked here, then serve until the end."""
+    args = _engine_args(flags)
+    # Neither torch nor a device library here: the engine process loads them while this one starts.
+    from deepserve.model.config import ModelConfig
+    from deepserve.model.hub import resolve_model
+    from deepserve.server.lifecycle import run_server
+    from deepserve.server.state import ServerOptions
+    from deepserve.spawn import LocalInstance
+
+    try:
+        folder = str(resolve_model(args.model, args.revision, with_weights=args.load_format != "dummy"))
+        _check(args, folder, ModelConfig.from_folder(folder))
+        options = ServerOptions(
+            model_path=folder,
+            served_model_name=tuple(flags["served_model_name"] or [args.model]),
+            host=flags["host"],
+            port=flags["port"],
+            num_engines=args.data_parallel_size,
+            engine_silence_limit_s=args.step_timeout_s,
+            api_key=tuple(flags["api_key"] or ()),
+            chat_template=flags["chat_template"],
+            generation_config=flags["generation_config"],
+            max_concurrent_requests=flags["max_concurrent_requests"],
+            max_body_bytes=flags["max_body_bytes"],
+            shutdown_timeout_s=flags["shutdown_timeout"],
+            access_log=flags["access_log"],
+        )
+    except ValueError as error:
+        _fail(str(error))
+    # `launch.worker` puts a launcher here, to run one rank under torchrun instead of all ranks of this machine.
+    instance = (launcher or LocalInstance)(args)
+    sys.exit(instance.guard() if instance.follows else run_server(options, instance))
+
+
 def _check(args: EngineArgs, folder: str, model: Any) -> None:
     """What the engine would refuse is refused here, before a process starts."""
     from deepserve.config import EngineConfig
@@ -242,7 +248,7 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
             text = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             _fail(f"cannot read prompts from {file}: {error}")
-        given = given + [line for line in text.splitlines() if line.strip()]
+        given = given + [line for line in text.split("\n") if line.strip()]
     if not given:
         _fail("no prompt: give --prompt TEXT or --file PATH")
     return given
