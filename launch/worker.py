@@ -7,6 +7,7 @@ which rank went first. The guardian of rank 0 runs the frontend too. The rendezv
 rank's death takes it along. Guardians never load torch.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from deepserve.config import EngineArgs
 from deepserve.spawn import RankDeath, start_rank
 
 GRACE_S = 5.0  # for a rank to end when its lifeline is cut
+TOLD_S = 2.0  # for a rank to end because the frontend told all of them to
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -42,6 +44,7 @@ class Guardian:
         attempt = f"{environment.get('TORCHELASTIC_RUN_ID', 'run')}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._rendezvous = f"tcp:{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}:{attempt}"
         self._process: subprocess.Popen | None = None
+        self._num_signals = 0
 
     @property
     def follows(self) -> bool:
@@ -67,10 +70,12 @@ class Guardian:
         return None if code is None else RankDeath(self.rank, self._process.pid, 128 - code if code < 0 else code)
 
     def stop(self, grace_s: float) -> None:
-        """Cut the lifeline and reap."""
+        """Wait for the rank to end with the others, as the frontend has told them; then cut the lifeline and reap."""
         if self._process is None:
             return
         assert self._process.stdin is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(min(TOLD_S, grace_s))
         self._process.stdin.close()
         try:
             self._process.wait(grace_s)
@@ -79,20 +84,29 @@ class Guardian:
             self._process.wait()
 
     def guard(self) -> int:
-        """Start the rank and wait for its end, or for torchrun's signal to end it. Returns the exit code for torchrun."""
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
+        """Start the rank and wait for its end. Returns the exit code for torchrun.
+
+        A first signal is left to the guardian of rank 0: its frontend drains and then tells all ranks to end. If it is gone, this rank
+        notices and ends (deepserve.engine.lockstep). A second signal ends the rank at once.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
         self.start("")
         try:
             assert self._process is not None
             self._process.wait()
             death = self.poll()
         finally:
-            self.stop(GRACE_S)
+            self.stop(0.0 if self._num_signals > 1 else GRACE_S)
         assert death is not None
         if death.code:
             print(f"deepserve: {death} and was not told to", file=sys.stderr, flush=True)
         return death.code
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            sys.exit(128 + number)
 
 
 def launcher(environment: Mapping[str, str]):

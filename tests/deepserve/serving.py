@@ -5,19 +5,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import psutil
 
 WAIT_S = 60.0  # generous: machines that run tests are busy
+SERVE = ("-m", "deepserve.cli", "serve")
 
 
 class Served:
     """One `deepserve serve` on a free port, ready when made. A context manager; leaving it kills what still lives."""
 
-    def __init__(self, *flags: str, model: str | Path = "deepserve-tiny", wait_ready: bool = True):
-        command = [sys.executable, "-m", "deepserve.cli", "serve", str(model), "--port", "0", *flags]
+    def __init__(self, *flags: str, model: str | Path = "deepserve-tiny", wait_ready: bool = True, launcher: Sequence[str] = SERVE):
+        command = [sys.executable, *launcher, str(model), "--port", "0", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._news = threading.Condition()

@@ -1,0 +1,61 @@
+"""What `launch.worker` refuses before it starts anything. What it runs is in tests/deepserve/test_rank_death.py."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from deepserve.config import EngineArgs
+from launch.worker import NEEDED, Guardian
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+WAIT_S = 60.0
+
+
+def worker(*flags: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    outside = {name: value for name, value in os.environ.items() if name not in NEEDED}
+    command = [sys.executable, "-m", "launch.worker", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env={**outside, **environment})
+
+
+def test_not_under_torchrun():
+    ended = worker("--dp", "2", environment={})
+    assert ended.returncode == 1
+    assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start this with torchrun" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_each_number_of_torchrun_is_needed(name: str):
+    with pytest.raises(ValueError, match=f"^{name} not set"):
+        Guardian(EngineArgs(data_parallel_size=4), {key: value for key, value in TORCHRUN.items() if key != name})
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (4, 2)])
+def test_flags_and_number_of_workers_must_agree(dp: int, tp: int):
+    ended = worker("--dp", str(dp), "--tp", str(tp), environment=TORCHRUN)
+    assert ended.returncode == 1
+    assert f"torchrun started 4 workers, but --data-parallel-size {dp} x --tensor-parallel-size {tp} needs {dp * tp}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_flags_of_serve_are_checked_first():
+    ended = worker("--tp", "3", environment=TORCHRUN)
+    assert ended.returncode == 1
+    assert "tensor_parallel_size 3 does not divide the model's 8 heads" in ended.stderr
+    ended = worker("--no-such-flag", environment=TORCHRUN)
+    assert ended.returncode == 2 and "--no-such-flag" in ended.stderr
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_rank_0_alone_runs_the_frontend(rank: int):
+    for dp, tp in ((4, 1), (2, 2), (1, 4)):
+        guardian = Guardian(EngineArgs(data_parallel_size=dp, tensor_parallel_size=tp), {**TORCHRUN, "RANK": str(rank)})
+        assert guardian.rank == rank and guardian.follows == (rank > 0)
+
+
+def test_a_guardian_never_loads_torch():
+    """It is there to see a rank die; it shares none of what a rank can die of."""
+    code = "import sys, launch.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=WAIT_S).returncode == 0
