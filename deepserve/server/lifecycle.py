@@ -227,7 +227,10 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     # The protocol is named because asyncio turns Nagle's delay off only where it is; with the delay, short replies take 40 ms.
     listener = socket.socket(family, kind, proto)
     try:

@@ -33,6 +33,20 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout_s: float | None = None  # of a drain; None: until the last request is done
     access_log: bool = False
 
+    def __post_init__(self):
+        """Raises ValueError with the offending value."""
+        if not 0 <= self.port < 1 << 16:  # the system would take the lower 16 bits of it
+            raise ValueError(f"port must be from 0 to 65535, got {self.port}")
+        for name in ("max_body_bytes", "max_concurrent_requests"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.shutdown_timeout_s is not None and not self.shutdown_timeout_s >= 0:
+            raise ValueError(f"shutdown_timeout_s must be at least 0, got {self.shutdown_timeout_s}")
+        if "" in self.api_key:
+            raise ValueError("api_key is empty: leave it out to serve without a key")
+        if "" in self.served_model_name:
+            raise ValueError("served_model_name is empty: clients need a name")
+
 
 class ServerState:
     """Raises ValueError or OSError for a model folder that cannot be served."""

@@ -245,6 +245,13 @@ def run_serve(*arguments: str) -> subprocess.CompletedProcess:
         (["--tensor-parallel-size", "3"], "tensor_parallel_size 3 does not divide the model's 8 heads"),
         (["--generation-config", "maybe"], "'maybe'"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--port", "99999"], "port must be from 0 to 65535, got 99999"),
+        (["--max-concurrent-requests", "0"], "max_concurrent_requests must be at least 1, got 0"),
+        (["--max-body-bytes", "-1"], "max_body_bytes must be at least 1, got -1"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout_s must be at least 0, got -1.0"),
+        (["--api-key", ""], "api_key is empty"),
+        (["--served-model-name", ""], "served_model_name is empty"),
+        (["--host", "no-such-host.invalid"], "cannot listen on no-such-host.invalid:8000"),
     ],
 )
 def test_refusals_at_start(arguments: list[str], sentence: str):
