@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from hw.quant import QuantTensor
@@ -300,6 +301,12 @@ class Runtime(Protocol):
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed storage for long-lived buffers; pages that are never touched may cost no memory."""
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """A copy on the device, queued behind earlier work and not waited for; the array may change at once."""
+
+    def download(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Queue copies to the host; the result waits for them, and for nothing that is queued later."""
 
     def synchronize(self) -> None:
         """Wait for all queued work."""

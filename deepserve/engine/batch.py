@@ -7,7 +7,7 @@ import torch
 
 from deepserve.engine.rows import Rows
 from deepserve.engine.step import StepPlan
-from hw.api import Segments
+from hw.api import Runtime, Segments
 from mla.metadata import AttnMetadata, DecodeMeta, PrefillMeta
 
 
@@ -18,14 +18,14 @@ class Batch:
     token_ids: torch.Tensor  # [num_tokens] int64
     meta: AttnMetadata
     ends: np.ndarray  # [num_entries] index of each entry's last token among the step's tokens
+    draws: torch.Tensor | None  # [num_draws] int64, these indices for the entries that draw; None: every token draws, in order
 
 
-def build_batch(plan: StepPlan, rows: Rows, drawn: torch.Tensor, page_size: int) -> Batch:
+def build_batch(plan: StepPlan, rows: Rows, drawn: torch.Tensor, page_size: int, runtime: Runtime) -> Batch:
     """Lay out a step's tokens as `mla.metadata` draws them.
 
     drawn `[num_rows]` int64 on the device: the latest token of each row, for those that the host has not seen.
     """
-    device = drawn.device
     entry_rows = np.asarray(plan.rows, np.int64)
     starts = np.asarray(plan.starts, np.int64)
     counts = np.asarray(plan.counts, np.int64)
@@ -50,10 +50,7 @@ def build_batch(plan: StepPlan, rows: Rows, drawn: torch.Tensor, page_size: int)
     seq_lens = (starts + counts).astype(np.int32)
     max_pages = -(-int(seq_lens.max()) // page_size)
     page_table = rows.page_table[entry_rows, :max_pages]
-
-    def to_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
+    to_device = runtime.upload
     decode = prefill = None
     if singles:
         decode = DecodeMeta(
@@ -77,4 +74,5 @@ def build_batch(plan: StepPlan, rows: Rows, drawn: torch.Tensor, page_size: int)
     token_ids = to_device(tokens)
     if unseen.size:
         token_ids[to_device(unseen)] = drawn[to_device(entry_rows[unseen])]
-    return Batch(token_ids, meta, ends - 1)
+    draws = to_device((ends - 1)[plan.draws]) if len(plan.draws) < len(ends) or ends[-1] > len(ends) else None
+    return Batch(token_ids, meta, ends - 1, draws)

@@ -1,11 +1,13 @@
 """One rank's device side: weights, caches, and the pass from plan to result."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from deepserve.engine.batch import build_batch
 from deepserve.engine.graphs import DecodeGraphs
+from deepserve.engine.request import PositionLogprobs
 from deepserve.engine.rows import Rows
 from deepserve.engine.sampler import PROMPT_TILE, Sampler, Wanted
 from deepserve.engine.step import StepPlan, StepResult
@@ -36,7 +38,7 @@ class Runner:
             runtime.zeros((num_pages, page_size, *layer.paged[0].shape), getattr(torch, layer.paged[0].dtype)) for layer in spec.layers
         ]
         self.rows = Rows(max_num_seqs, -(-max_model_len // page_size))
-        self.sampler = Sampler(backend.ops, self.rows, model.config.vocab_size, runtime.device)
+        self.sampler = Sampler(backend.ops, self.rows, model.config.vocab_size, runtime)
         self.graphs: DecodeGraphs | None = None
         if num_captured:
             with torch.inference_mode():
@@ -49,29 +51,39 @@ class Runner:
         All ranks of a TP group call it with the same plan and get the same tokens; log-probabilities are rank 0's.
         """
         self.sampler.forget(self.rows.update(plan))
-        batch = build_batch(plan, self.rows, self.sampler.drawn, self.page_size)
-        row_ids = [plan.rows[i] for i in plan.draws]
+        batch = build_batch(plan, self.rows, self.sampler.drawn, self.page_size, self.backend.runtime)
+        rows = [plan.rows[i] for i in plan.draws]
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draws]
+        prompt_logprobs: dict[int, list[Wanted]] = {}
         if self.graphs is not None and self.graphs.fits(plan, step):
-            tokens, logprobs = self._draw(self.graphs.run(batch), row_ids, positions)
-            return Launched(plan, row_ids, self.rows.num_fills[row_ids].tolist(), positions, tokens, logprobs, {})
-        hidden = self.model.forward(batch.token_ids, batch.meta, self.caches, step)
-        logits = self.model.logits(hidden[batch.ends[plan.draws]]) if plan.draws else None
-        tokens, logprobs = self._draw(logits, row_ids, positions)
-        prompt_logprobs = {i: self._prompt_logprobs(plan, i, hidden, int(batch.ends[i])) for i in plan.prompt_logprobs}
-        return Launched(plan, row_ids, self.rows.num_fills[row_ids].tolist(), positions, tokens, logprobs, prompt_logprobs)
+            logits = self.graphs.run(batch)
+        else:
+            hidden = self.model.forward(batch.token_ids, batch.meta, self.caches, step)
+            prompt_logprobs = {i: self._prompt_logprobs(plan, i, hidden, int(batch.ends[i])) for i in plan.prompt_logprobs}
+            drawing = hidden if batch.draws is None else hidden[batch.draws]
+            logits = self.model.logits(drawing) if plan.draws else None
+        tokens, logprobs = self._draw(logits, rows, positions)
+        wanted = [*([logprobs] if logprobs else []), *(tile for tiles in prompt_logprobs.values() for tile in tiles)]
+        fetch = self.backend.runtime.download([tokens, *(tensor for one in wanted for tensor in one.tensors)])
+        return Launched(plan, rows, self.rows.num_fills[rows].tolist(), positions, logprobs, prompt_logprobs, fetch)
 
     def collect(self, launched: "Launched") -> StepResult:
         """Wait for a launched step and fetch what it produced. Steps are collected in the order of their launch."""
-        plan, tokens = launched.plan, launched.tokens.tolist()
+        plan = launched.plan
+        fetched = iter(launched.fetch())
+        tokens = next(fetched).tolist()
         for row, num_fills, position, token in zip(launched.rows, launched.num_fills, launched.positions, tokens, strict=True):
             self.rows.learn(row, num_fills, position, token)
-        by_draw = {} if launched.logprobs is None else launched.logprobs.fetch()
+
+        def unpack(wanted: Wanted) -> dict[int, PositionLogprobs]:
+            return wanted.unpack([next(fetched) for _ in wanted.tensors])
+
+        by_draw = {} if launched.logprobs is None else unpack(launched.logprobs)
         return StepResult(
             step=plan.step,
             tokens=tokens,
             logprobs={plan.draws[j]: found for j, found in by_draw.items()},
-            prompt_logprobs={i: [at for tile in tiles for at in tile.fetch().values()] for i, tiles in launched.prompt_logprobs.items()},
+            prompt_logprobs={i: [at for tile in tiles for at in unpack(tile).values()] for i, tiles in launched.prompt_logprobs.items()},
         )
 
     def run(self, plan: StepPlan, step: ExpertStep) -> StepResult:
@@ -89,7 +101,7 @@ class Runner:
             return self.sampler.drawn[:0], None
         if logits is None:
             tokens = self.backend.tp.broadcast(torch.empty(len(row_ids), dtype=torch.int64, device=self.sampler.drawn.device))
-            self.sampler.drawn[row_ids] = tokens
+            self.sampler.note(row_ids, tokens)
             return tokens, None
         tokens, logprobs = self.sampler.draw(logits, row_ids, positions)
         return self.backend.tp.broadcast(tokens), logprobs
@@ -116,6 +128,6 @@ class Launched:
     rows: list[int]  # of each draw
     num_fills: list[int]  # of these rows at launch
     positions: list[int]  # where the drawn tokens stand
-    tokens: torch.Tensor  # [num_draws] int64
     logprobs: Wanted | None  # by draw
     prompt_logprobs: dict[int, list[Wanted]]  # by entry, in tiles
+    fetch: Callable[[], list[torch.Tensor]]  # tokens `[num_draws]` int64, then the tensors of all of the above in order

@@ -11,7 +11,7 @@ import torch
 
 from deepserve.engine.request import PositionLogprobs
 from deepserve.engine.rows import Rows
-from hw.api import Logprobs, Ops, PenaltyInputs, SampleInputs
+from hw.api import Logprobs, Ops, PenaltyInputs, Runtime, SampleInputs
 
 # Logit rows of a prompt whose log-probabilities are computed at once; bounds memory at 256 x vocabulary x 4 bytes.
 PROMPT_TILE = 256
@@ -38,8 +38,9 @@ class _Seen:
 class Sampler:
     """Draws the next token of each row. Owns the latest draws, and the penalty counts, which it can move either way."""
 
-    def __init__(self, ops: Ops, rows: Rows, vocab_size: int, device: torch.device):
-        self.ops, self.rows, self.vocab_size, self.device = ops, rows, vocab_size, device
+    def __init__(self, ops: Ops, rows: Rows, vocab_size: int, runtime: Runtime):
+        self.ops, self.rows, self.vocab_size, self._runtime = ops, rows, vocab_size, runtime
+        self.device = device = runtime.device
         self.drawn = torch.zeros(rows.page_table.shape[0], dtype=torch.int64, device=device)  # [num_rows] latest token of each row
         self._seen: dict[int, _Seen] = {}
 
@@ -55,28 +56,32 @@ class Sampler:
         """
         rows = self.rows
         wanted = [i for i, row in enumerate(row_ids) if row in rows.with_logprobs] if rows.with_logprobs else []
-        raw = logits[wanted].clone() if wanted else None
+        wanted_idx = self._ids(wanted) if wanted else None
+        raw = logits[wanted_idx] if wanted_idx is not None else None  # a copy
         self._penalize(logits, row_ids, positions)
         self._bias(logits, row_ids, positions)
         tokens = self.ops.sample(logits, self._inputs(row_ids, positions))
-        self.drawn[row_ids] = tokens
+        self.note(row_ids, tokens)
         if raw is None:
             return tokens, None
         nums = [rows.params[row_ids[i]].logprobs for i in wanted]
-        return tokens, self._wanted(raw, tokens[wanted], nums, wanted)
+        return tokens, self._wanted(raw, tokens[wanted_idx], nums, wanted)
+
+    def note(self, row_ids: list[int], tokens: torch.Tensor) -> None:
+        """Keep the tokens `[R]` just drawn for these rows, here or by rank 0 of the TP group."""
+        self.drawn[self._ids(row_ids)] = tokens
+
+    def _ids(self, ids: list[int]) -> torch.Tensor:
+        return self._runtime.upload(np.asarray(ids, np.int64))
 
     def prompt_logprobs(self, logits: torch.Tensor, row: int, first: int) -> "Wanted":
         """Log-probabilities of prompt tokens `first, first + 1, ...`, one for each row of logits `[R, V]` fp32."""
-        tokens = torch.from_numpy(self.rows.tokens[row][first : first + logits.shape[0]].astype(np.int64)).to(self.device)
+        tokens = self._ids(self.rows.tokens[row][first : first + logits.shape[0]])
         num = self.rows.params[row].prompt_logprobs
         return self._wanted(logits, tokens, [num] * logits.shape[0], list(range(logits.shape[0])))
 
     def _inputs(self, row_ids: list[int], positions: list[int]) -> SampleInputs:
-        rows, ids = self.rows, np.asarray(row_ids, np.int64)
-
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.device)
-
+        rows, ids, tensor = self.rows, np.asarray(row_ids, np.int64), self._runtime.upload
         temperature, top_k, top_p, min_p = rows.temperature[ids], rows.top_k[ids], rows.top_p[ids], rows.min_p[ids]
         return SampleInputs(
             temperature=tensor(temperature),
@@ -99,10 +104,10 @@ class Sampler:
         params = [self.rows.params[row_ids[i]] for i in picked]
 
         def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=self.device)
+            return self._runtime.upload(np.asarray(values, np.float32))
 
         inputs = PenaltyInputs(
-            rows=torch.tensor(picked, device=self.device),
+            rows=self._ids(picked),
             prompt_mask=torch.stack([s.prompt_mask for s in seen]),
             output_counts=torch.stack(seen_counts),
             presence=column([p.presence_penalty for p in params]),
@@ -132,11 +137,11 @@ class Sampler:
             for i, row in enumerate(row_ids):
                 if row in rows.biased:
                     bias = rows.params[row].logit_bias
-                    logits[i, list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device)
+                    logits[i].index_add_(0, self._ids(list(bias)), self._runtime.upload(np.asarray(list(bias.values()), np.float32)))
         if rows.min_length:
             for i, row in enumerate(row_ids):
                 if row in rows.min_length and positions[i] - rows.num_prompt[row] < rows.params[row].min_tokens:
-                    logits[i, list(rows.end_token_ids[row])] = -torch.inf
+                    logits[i].index_fill_(0, self._ids(rows.end_token_ids[row]), -torch.inf)
 
     def _wanted(self, logits: torch.Tensor, tokens: torch.Tensor, nums: list[int], keys: list[int]) -> "Wanted":
         """The token that stands at each row of logits, then its `nums[i]` best."""
@@ -152,10 +157,14 @@ class Wanted:
     tokens: torch.Tensor  # [R] int64
     result: Logprobs
 
-    def fetch(self) -> dict[int, PositionLogprobs]:
-        """By key; waits for the device."""
-        columns = (self.tokens, self.result.token, self.result.rank, self.result.top_ids, self.result.top)
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the host has to fetch."""
+        return [self.tokens, self.result.token, self.result.rank, self.result.top_ids, self.result.top]
+
+    def unpack(self, fetched: list[torch.Tensor]) -> dict[int, PositionLogprobs]:
+        """By key, from the tensors once they are on the host."""
         return {
             key: PositionLogprobs([token, *top_ids[:num]], [logprob, *top[:num]], rank)
-            for token, logprob, rank, top_ids, top, num, key in zip(*(c.tolist() for c in columns), self.nums, self.keys, strict=True)
+            for token, logprob, rank, top_ids, top, num, key in zip(*(t.tolist() for t in fetched), self.nums, self.keys, strict=True)
         }

@@ -50,6 +50,12 @@ class CpuRuntime:
             return torch.zeros(shape, dtype=dtype)
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.copy())
+
+    def download(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        return lambda: tensors
+
     def synchronize(self) -> None:
         """CPU ops are done when they return."""
 

@@ -34,6 +34,7 @@ def open_cuda(groups: Groups, *, batch_invariant: bool, max_dispatch_tokens_per_
         runtime=CudaRuntime(torch.device("cuda", torch.cuda.current_device())),
         expert_comm=LocalExpertComm(max_dispatch_tokens_per_rank),
         tp=groups.tp,
+        keeps_fp8=True,
     )
 
 

@@ -1,17 +1,22 @@
 """One GPU as a device."""
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
-from hw.api import MemoryInfo
+from hw.api import MemoryInfo, T
 
 
 class CudaRuntime:
-    """Runtime over one GPU's memory."""
+    """Runtime over one GPU's memory and its current stream."""
 
+    captures = True
     runs_ahead = True
 
     def __init__(self, device: torch.device):
         self.device = device
+        self._pool: tuple[int, int] | None = None  # memory that all graphs share; the first one captured must be the largest
 
     def memory(self) -> MemoryInfo:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -31,5 +36,39 @@ class CudaRuntime:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        # From pageable memory the copy would wait for everything queued before it.
+        return torch.from_numpy(np.ascontiguousarray(array)).pin_memory().to(self.device, non_blocking=True)
+
+    def download(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True) for tensor in tensors]
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> list[torch.Tensor]:
+            done.synchronize()
+            return copies
+
+        return wait
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        # Kernels compile, and libraries take their workspaces, at first use; neither may happen while recording.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+        self._pool = graph.pool()
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay

@@ -10,11 +10,11 @@ from deepserve.engine.batch import build_batch
 from deepserve.engine.request import SamplingParams
 from deepserve.engine.rows import Rows
 from deepserve.engine.step import RowFill, StepPlan
+from hw.cpu.runtime import CpuRuntime
 
 PAGE_SIZE = 4
 MAX_PAGES = 12
 SEEN = torch.zeros(8, dtype=torch.int64)  # no token is unseen, so these are not read
-CPU = torch.device("cpu")
 
 
 def fill_of(row: int, tokens: list[int], pages: list[int]) -> RowFill:
@@ -61,7 +61,7 @@ def test_against_a_token_by_token_construction(seed):
         plan = random_plan(rng, num_rows=6)
         rows = Rows(6, MAX_PAGES)
         rows.update(plan)
-        batch = build_batch(plan, rows, SEEN, PAGE_SIZE)
+        batch = build_batch(plan, rows, SEEN, PAGE_SIZE, CpuRuntime())
         pages_of = {fill.row: fill.pages for fill in plan.fills}
         tokens_of = {fill.row: np.frombuffer(fill.tokens, np.int32) for fill in plan.fills}
         tokens, positions, slots, ends = [], [], [], []
@@ -120,7 +120,7 @@ def test_large_pages_do_not_overflow_slots():
     plan = plan_of([fill_of(0, [5, 6], [page])], [(0, 0, 2)])
     rows = Rows(1, 1)
     rows.update(plan)
-    assert build_batch(plan, rows, SEEN, PAGE_SIZE).meta.slots.tolist() == [
+    assert build_batch(plan, rows, SEEN, PAGE_SIZE, CpuRuntime()).meta.slots.tolist() == [
         page * PAGE_SIZE,
         page * PAGE_SIZE + 1,
     ]

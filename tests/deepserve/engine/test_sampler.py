@@ -11,6 +11,7 @@ from deepserve.engine.rows import Rows
 from deepserve.engine.sampler import Sampler
 from deepserve.engine.step import RowFill
 from hw.cpu.ops import CpuOps
+from hw.cpu.runtime import CpuRuntime
 
 VOCAB_SIZE = 50
 PROMPT = [3, 7, 7, 20]
@@ -26,7 +27,7 @@ class RecordingOps(CpuOps):
 
 
 def make_sampler(num_rows: int = 4) -> Sampler:
-    return Sampler(RecordingOps(), Rows(num_rows, 1), VOCAB_SIZE, torch.device("cpu"))
+    return Sampler(RecordingOps(), Rows(num_rows, 1), VOCAB_SIZE, CpuRuntime())
 
 
 def fill(sampler: Sampler, row: int, *, prompt=PROMPT, generated=(), ends=(), sequence_idx=0, **params) -> None:
@@ -39,7 +40,7 @@ def fill(sampler: Sampler, row: int, *, prompt=PROMPT, generated=(), ends=(), se
 def draw(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]):
     """Tokens, and log-probabilities by index into `rows`, as the host gets them."""
     tokens, wanted = sampler.draw(logits, rows, positions)
-    return tokens.tolist(), {} if wanted is None else wanted.fetch()
+    return tokens.tolist(), {} if wanted is None else wanted.unpack(wanted.tensors)
 
 
 def processed(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> np.ndarray:
@@ -269,7 +270,7 @@ def test_prompt_logprobs(num):
     logits = torch.randn(11, VOCAB_SIZE)
     wanted = reference_logprobs(logits)
     tiles = sampler.prompt_logprobs(logits[:4], 2, 1), sampler.prompt_logprobs(logits[4:], 2, 5)
-    found = [position for tile in tiles for position in tile.fetch().values()]
+    found = [position for tile in tiles for position in tile.unpack(tile.tensors).values()]
     assert len(found) == 11
     for i, position in enumerate(found):
         check_logprobs(position, prompt[i + 1], wanted[i], num)
