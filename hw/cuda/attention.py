@@ -4,6 +4,7 @@ from types import ModuleType
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hw.api import LatentDims, Segments
 from hw.cuda.elementwise import num_warps
@@ -16,6 +17,19 @@ FLASH_LATENT, FLASH_ROPE, FLASH_PAGE = 512, 64, 64
 # Programs that fill the GPU, and the most pieces a sequence is cut into.
 _WANTED_PROGRAMS, _MAX_SPLITS = 264, 64
 _GATHER_ROWS = 16
+
+
+def prefill_blocks(dtype: torch.dtype, longest: int) -> dict[str, int]:
+    """Tile sizes of the prefill kernel for at most `longest` queries a sequence."""
+    if dtype == torch.float32:
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    block_m = 16 if longest <= 16 else 64 if longest <= 64 else 128
+    return {"BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 8 if block_m == 128 else 4, "num_stages": 2}
+
+
+def _bulk_copies(x: torch.Tensor) -> bool:
+    """Whether the copy engine takes x `[S, H, d]` as a matrix: contiguous, 16-byte rows, something there."""
+    return x.is_contiguous() and x.numel() > 0 and x.shape[1] * x.shape[2] % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 class AttentionOps:
@@ -108,18 +122,26 @@ class AttentionOps:
         lse = torch.empty((num_tokens, num_heads), device=q.device)
         if not num_tokens:
             return out, lse
-        fp32 = q.dtype == torch.float32
         longest = max(q_segments.lens)
-        block_m = 16 if fp32 or longest <= 16 else 64 if longest <= 64 else 128
         # The key dim in two parts: the largest power of two within it, and what is left.
         part_a = max(16, 1 << (key_dim.bit_length() - 1))
         part_b = 0 if key_dim <= part_a else max(16, triton.next_power_of_2(key_dim - part_a))
-        grid = (triton.cdiv(longest, block_m), num_heads, len(q_segments.lens))
+        part_v = max(16, triton.next_power_of_2(value_dim))
+        blocks = prefill_blocks(q.dtype, longest)
+        exact = part_a + part_b == key_dim and part_v == value_dim
+        tma = exact and q.dtype == torch.bfloat16 and all(_bulk_copies(x) for x in (k, v))
+        sources = (k, k, v)
+        if tma:
+            widths = (part_a, part_b or part_a, part_v)
+            sources = tuple(
+                TensorDescriptor.from_tensor(x.view(x.shape[0], -1), [blocks["BLOCK_N"], width])
+                for x, width in zip(sources, widths, strict=True)
+            )
+        grid = (triton.cdiv(longest, blocks["BLOCK_M"]), num_heads, len(q_segments.lens))
         prefill_kernel[grid](
-            q, k, v, q_segments.starts, k_segments.starts, out, lse, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+            q, *sources, q_segments.starts, k_segments.starts, out, lse, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
             v.stride(0), v.stride(1), num_heads, key_dim, value_dim, scale,
-            CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=32 if fp32 else 64, BLOCK_A=part_a, BLOCK_B=part_b,
-            BLOCK_V=max(16, triton.next_power_of_2(value_dim)), num_warps=8 if block_m == 128 else 4, num_stages=1 if fp32 else 2,
+            CAUSAL=causal, TMA=tma, BLOCK_A=part_a, BLOCK_B=part_b, BLOCK_V=part_v, **blocks,
         )  # fmt: skip
         return out, lse
 

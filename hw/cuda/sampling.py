@@ -4,7 +4,7 @@ import torch
 import triton
 
 from hw.api import Logprobs, PenaltyInputs, SampleInputs
-from hw.cuda.triton_sampling import best_block_kernel, border_kernel, draw_kernel, penalize_kernel
+from hw.cuda.triton_sampling import best_block_kernel, border_kernel, draw_kernel, penalize_kernel, rough_draw_kernel
 
 _BLOCK = 4096  # tokens a program
 
@@ -33,18 +33,25 @@ class SamplingOps:
         filtered = inputs.any_sampled and inputs.any_filtered
         if filtered:
             border = torch.empty((num_rows,), device=logits.device)
-            block = min(2 * _BLOCK, max(16, triton.next_power_of_2(vocab_size)))
+            block = min(_BLOCK, max(16, triton.next_power_of_2(vocab_size)))
             border_kernel[(num_rows,)](
                 logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, border, logits.stride(0), vocab_size,
-                BLOCK=block, num_warps=16 if block > 1024 else 4,
+                BLOCK=block, num_warps=32 if block > 1024 else 4,
             )  # fmt: skip
         quads = min(_BLOCK // 4, max(4, triton.next_power_of_2(triton.cdiv(vocab_size, 4))))
         num_blocks = triton.cdiv(vocab_size, 4 * quads)
         values = torch.empty((num_rows, num_blocks), dtype=torch.float64, device=logits.device)
         firsts = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
+        keys = (inputs.temperature, inputs.seed, inputs.sequence_idx, inputs.position, border)
+        rough = None
+        if inputs.any_sampled:
+            rough = torch.empty((num_rows, num_blocks), device=logits.device)
+            rough_draw_kernel[(num_rows, num_blocks)](
+                logits, *keys, rough, logits.stride(0), vocab_size, FILTERED=filtered, QUADS=quads, num_warps=8
+            )  # fmt: skip
         draw_kernel[(num_rows, num_blocks)](
-            logits, inputs.temperature, inputs.seed, inputs.sequence_idx, inputs.position, border, values, firsts,
-            logits.stride(0), vocab_size, SAMPLED=inputs.any_sampled, FILTERED=filtered, QUADS=quads, num_warps=8,
+            logits, *keys, rough, values, firsts, logits.stride(0), vocab_size,
+            SAMPLED=inputs.any_sampled, FILTERED=filtered, QUADS=quads, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8,
         )  # fmt: skip
         best_block_kernel[(num_rows,)](values, firsts, tokens, num_blocks, BLOCK=triton.next_power_of_2(num_blocks))
         return tokens

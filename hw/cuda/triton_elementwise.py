@@ -48,13 +48,16 @@ def rope_kernel(
     """Grid (tokens, blocks of heads); out `[T, H, 2 * half]` contiguous."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-    pairs = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = (heads < num_heads) & (pairs < half)
-    table_row = table_ptr + tl.load(positions_ptr + token) * 2 * half
-    first, second = rotated(x_ptr + token * token_stride + heads * head_stride, table_row, pairs, half, mask)
-    out = out_ptr + (token * num_heads + heads) * 2 * half + 2 * pairs
-    tl.store(out, first.to(out_ptr.dtype.element_ty), mask)
-    tl.store(out + 1, second.to(out_ptr.dtype.element_ty), mask)
+    cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+    mask = (heads < num_heads) & (cols < 2 * half)
+    x = tl.load(x_ptr + token * token_stride + heads * head_stride + cols, mask, other=0.0).to(tl.float32)
+    a, b = tl.split(tl.reshape(x, (BLOCK_HEADS, BLOCK_HALF, 2)))
+    pairs = tl.arange(0, BLOCK_HALF)
+    table_row = table_ptr + tl.load(positions_ptr + token) * 2 * half + pairs
+    cos = tl.load(table_row, pairs < half, other=0.0)[None, :]
+    sin = tl.load(table_row + half, pairs < half, other=0.0)[None, :]
+    out = tl.interleave(a * cos - b * sin, b * cos + a * sin)
+    tl.store(out_ptr + (token * num_heads + heads) * 2 * half + cols, out.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit

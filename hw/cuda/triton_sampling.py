@@ -44,7 +44,7 @@ def border_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
     """Grid (rows,). The least score that min-p, then top-k, then top-p leave: every filter keeps all scores from a border upwards.
 
     The border of top-k is the largest score that at least k reach; of top-p the least that has less than top-p of the mass above it.
-    Both are found by bisecting the 32 bits of a float, so ties at a border stay together and nothing is sorted.
+    Both are found by quartering the range of a float's 32 bits, so ties at a border stay together and nothing is sorted.
     """
     row = tl.program_id(0).to(tl.int64)
     neg = float("-inf")
@@ -68,16 +68,21 @@ def border_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
             least = tl.minimum(least, tl.where(tl.exp(scores - top) >= min_p, scores, float("inf")))
         border = tl.minimum(tl.min(least, 0), top)
     if (top_k > 0) & (top_k < vocab_size):
-        low, high = _key(tl.full((), neg, tl.float32)).to(tl.int64), top_key
-        for _ in range(32):
-            middle = (low + high + 1) >> 1
-            reach = tl.zeros((BLOCK,), tl.int32)
+        # Invariant: at least top_k scores reach `low`, fewer reach `high`.
+        low, high = _key(tl.full((), neg, tl.float32)).to(tl.int64), top_key + 1
+        for _ in range(16):
+            step = (high - low + 3) >> 2  # thresholds at a quarter, a half and three quarters
+            first, second, third = tl.minimum(low + step, high), tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+            reach_1, reach_2, reach_3 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
             for start in range(0, vocab_size, BLOCK):
                 keys = _key(_scores(row_ptr, start + offsets, vocab_size, temperature)).to(tl.int64)
-                reach += ((keys >= middle) & (start + offsets < vocab_size)).to(tl.int32)
-            enough = tl.sum(reach, 0) >= top_k
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle - 1)
+                keys = tl.where(start + offsets < vocab_size, keys, low - 1)
+                reach_1 += (keys >= first).to(tl.int32)
+                reach_2 += (keys >= second).to(tl.int32)
+                reach_3 += (keys >= third).to(tl.int32)
+            enough_1, enough_2, enough_3 = tl.sum(reach_1, 0) >= top_k, tl.sum(reach_2, 0) >= top_k, tl.sum(reach_3, 0) >= top_k
+            high = tl.where(enough_1, tl.where(enough_2, tl.where(enough_3, high, third), second), first)
+            low = tl.where(enough_3, third, tl.where(enough_2, second, tl.where(enough_1, first, low)))
         border = tl.maximum(border, _unkey(low))
     if top_p < 1.0:
         mass = tl.zeros((BLOCK,), tl.float32)
@@ -85,16 +90,23 @@ def border_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
             scores = _scores(row_ptr, start + offsets, vocab_size, temperature)
             mass += tl.where(scores >= border, tl.exp(scores - top), 0.0)
         wanted = top_p * tl.sum(mass, 0)
-        low, high = _key(border).to(tl.int64), top_key
-        for _ in range(32):
-            middle = (low + high) >> 1
-            above = tl.zeros((BLOCK,), tl.float32)
+        # Invariant: above `high` lies less than the wanted mass, above `low` not less.
+        low, high = _key(border).to(tl.int64) - 1, top_key
+        for _ in range(16):
+            step = (high - low + 3) >> 2
+            first, second, third = tl.minimum(low + step, high), tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+            above_1, above_2, above_3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
             for start in range(0, vocab_size, BLOCK):
                 scores = _scores(row_ptr, start + offsets, vocab_size, temperature)
-                above += tl.where(_key(scores).to(tl.int64) > middle, tl.exp(scores - top), 0.0)
-            less = tl.sum(above, 0) < wanted
-            high = tl.where(less & (low < high), middle, high)
-            low = tl.where(less | (low >= high), low, middle + 1)
+                keys, mass = _key(scores).to(tl.int64), tl.exp(scores - top)
+                above_1 += tl.where(keys > first, mass, 0.0)
+                above_2 += tl.where(keys > second, mass, 0.0)
+                above_3 += tl.where(keys > third, mass, 0.0)
+            # A threshold at `high` itself is less by the invariant, whatever the sum says.
+            less_1, less_2 = (tl.sum(above_1, 0) < wanted) | (first == high), (tl.sum(above_2, 0) < wanted) | (second == high)
+            less_3 = (tl.sum(above_3, 0) < wanted) | (third == high)
+            low = tl.where(less_1, low, tl.where(less_2, first, tl.where(less_3, second, third)))
+            high = tl.where(less_1, first, tl.where(less_2, second, tl.where(less_3, third, high)))
         border = tl.maximum(border, _unkey(high))
     tl.store(border_ptr + row, border)
 
@@ -106,8 +118,8 @@ def _unkey(key):
 
 
 @triton.jit
-def _gumbel(quads, position, sequence, seed):
-    """Gumbel noise in fp64, four tokens a quad: Philox4x32-10 of counter (quad, position, sequence, 0) and the two halves of the seed."""
+def _random_bits(quads, position, sequence, seed):
+    """Philox4x32-10 of counter (quad, position, sequence, 0) and the two halves of the seed: 32 bits a token, four tokens a quad."""
     c0 = quads.to(tl.uint32)
     c1 = tl.zeros_like(c0) + (position & 0xFFFFFFFF).to(tl.uint32)
     c2 = tl.zeros_like(c0) + (sequence & 0xFFFFFFFF).to(tl.uint32)
@@ -122,36 +134,82 @@ def _gumbel(quads, position, sequence, seed):
         c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
         k0 += tl.full(c0.shape, 0x9E3779B9, tl.uint32)
         k1 += tl.full(c0.shape, 0xBB67AE85, tl.uint32)
-    bits = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (4 * quads.shape[0],))
-    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
-    return -tl.log(-tl.log(uniform))
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (4 * quads.shape[0],))
+
+
+@triton.jit
+def _kept_scores(row_ptr, tokens, vocab_size, temperature, border_ptr, row, FILTERED: tl.constexpr):
+    scores = _scores(row_ptr, tokens, vocab_size, temperature)
+    if FILTERED:
+        scores = tl.where(scores >= tl.load(border_ptr + row), scores, float("-inf"))
+    return scores
+
+
+# A rough value is off by far less than 1e-3 plus a millionth of itself; a block whose best is further below the row's cannot hold the draw.
+ROUGH: tl.constexpr = tl.constexpr(1e-3)
+ROUGH_PART: tl.constexpr = tl.constexpr(1e-6)
+
+
+@triton.jit
+def rough_draw_kernel(
+    logits_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr, border_ptr, rough_ptr, row_stride, vocab_size,
+    FILTERED: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of 4 * QUADS tokens). A block's best noisy score in fp32, `[rows, blocks]`; greedy rows have no noise.
+
+    -log u is taken from 1 - u where u is near 1, where fp32 would lose it.
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    quads = block * QUADS + tl.arange(0, QUADS)
+    tokens = block * 4 * QUADS + tl.arange(0, 4 * QUADS)
+    row_ptr = logits_ptr + row * row_stride
+    temperature = tl.load(temperature_ptr + row)
+    values = tl.load(row_ptr + tokens, tokens < vocab_size, other=float("-inf"))
+    if temperature > 0:
+        bits = _random_bits(quads, tl.load(position_ptr + row), tl.load(sequence_ptr + row), tl.load(seed_ptr + row))
+        rest = (bits ^ tl.full(bits.shape, 0xFFFFFFFF, tl.uint32)).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 1 - u
+        series = rest * (1.0 + rest * (0.5 + rest * (0.33333334 + rest * 0.25)))  # -log(1 - rest), to 1e-6 of it below 1/32
+        uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+        exponential = tl.where(rest < 0.03125, series, -tl.log(uniform))
+        values = _kept_scores(row_ptr, tokens, vocab_size, temperature, border_ptr, row, FILTERED) - tl.log(exponential)
+    values = tl.where(values == values, values, float("-inf"))  # a NaN is drawn last
+    tl.store(rough_ptr + row * tl.num_programs(1) + block, tl.max(values, 0))
 
 
 @triton.jit
 def draw_kernel(
-    logits_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr, border_ptr, value_ptr, token_ptr, row_stride, vocab_size,
-    SAMPLED: tl.constexpr, FILTERED: tl.constexpr, QUADS: tl.constexpr,
+    logits_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr, border_ptr, rough_ptr, value_ptr, token_ptr, row_stride, vocab_size,
+    SAMPLED: tl.constexpr, FILTERED: tl.constexpr, QUADS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of 4 * QUADS tokens). A block's best noisy score and the lowest token that has it, `[rows, blocks]` each."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    """Grid (rows, blocks of 4 * QUADS tokens). A block's best noisy score in fp64 and the lowest token that has it, `[rows, blocks]` each.
+
+    Blocks that the rough draw rules out are left at -inf.
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = row * tl.num_programs(1) + block
     quads = block * QUADS + tl.arange(0, QUADS)
     tokens = block * 4 * QUADS + tl.arange(0, 4 * QUADS)
     row_ptr = logits_ptr + row * row_stride
+    if SAMPLED:
+        blocks = tl.arange(0, BLOCKS)
+        rough = tl.load(rough_ptr + row * tl.num_programs(1) + blocks, blocks < tl.num_programs(1), other=float("-inf"))
+        best_rough = tl.max(rough, 0)
+        if tl.load(rough_ptr + place) < best_rough - ROUGH - ROUGH_PART * tl.abs(best_rough):
+            tl.store(value_ptr + place, float("-inf"))
+            tl.store(token_ptr + place, 0)
+            return
     logits = tl.load(row_ptr + tokens, tokens < vocab_size, other=float("-inf"))
     values = logits.to(tl.float64)
     if SAMPLED:
         temperature = tl.load(temperature_ptr + row)
         if temperature > 0:
-            scores = _scores(row_ptr, tokens, vocab_size, temperature)
-            if FILTERED:
-                scores = tl.where(scores >= tl.load(border_ptr + row), scores, float("-inf"))
-            noise = _gumbel(quads, tl.load(position_ptr + row), tl.load(sequence_ptr + row), tl.load(seed_ptr + row))
-            values = scores.to(tl.float64) + noise
+            bits = _random_bits(quads, tl.load(position_ptr + row), tl.load(sequence_ptr + row), tl.load(seed_ptr + row))
+            uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
+            scores = _kept_scores(row_ptr, tokens, vocab_size, temperature, border_ptr, row, FILTERED)
+            values = scores.to(tl.float64) - tl.log(-tl.log(uniform))
     values = tl.where(values == values, values, float("-inf"))  # a NaN is drawn last
     best = tl.max(values, 0)
     token = tl.min(tl.where((values == best) & (tokens < vocab_size), tokens, vocab_size - 1), 0)
-    place = row * tl.num_programs(1) + block
     tl.store(value_ptr + place, best)
     tl.store(token_ptr + place, token)
 
