@@ -7,13 +7,14 @@ has 0.025 and 0.34: rounding, and now and then another expert.)
 """
 
 import json
+import random
 
 import msgspec
 import pytest
 
 from deepserve.engine.engine import Engine, resolve
 from hw.testing import available_backends
-from tests.deepserve.engine.driving import Request, golden_cases, make_engine, run_alone, run_together
+from tests.deepserve.engine.driving import MINIMAL, Request, golden_cases, make_engine, run_alone, run_together
 from tests.deepserve.engine.test_engine import check_case, golden_requests
 from tests.deepserve.same_tokens.engine_run import compare, engine_args, run_case
 from tests.deepserve.same_tokens.find_prompts import DATA
@@ -109,3 +110,53 @@ def references(tiny_model):
 def test_what_a_device_refuses_it_refuses_at_the_door(device: str):
     with pytest.raises(ValueError, match="batch_invariant"):
         make_engine(device=device, batch_invariant=True)
+
+
+# The widths of V3 with one dense and one MoE layer, so that the libraries' shapes run through the engine.
+V3_WIDTHS = {
+    **MINIMAL,
+    "hidden_size": 7168,
+    "vocab_size": 4096,
+    "intermediate_size": 4608,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 2048,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_of_v3_widths_in_bf16(device: str, tmp_path):
+    """Random weights, scored and generated, on both devices in bf16: whole prompts, and chunks of 16, which attend in absorbed form."""
+    (tmp_path / "config.json").write_text(json.dumps(V3_WIDTHS))
+    draw = random.Random(0)
+    prompts = [[draw.randrange(2, 4096) for _ in range(length)] for length in (1, 20, 64, 65, 130)]
+    requests = [
+        Request(prompt, {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0})
+        for prompt in prompts
+    ]
+    args = {"model": str(tmp_path), "dtype": "bfloat16", "load_format": "dummy", "num_pages": 20, "num_threads": None}
+    expected = run_together(make_engine(device="cpu", **args), requests)
+    errors, num_compared = [], 0
+    for chunk in (0, 16):
+        for mine, theirs in zip(
+            run_together(make_engine(device=device, long_prefill_token_threshold=chunk, **args), requests), expected, strict=True
+        ):
+            pairs = list(zip(mine.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True))
+            # Up to the first other token, whose rival was a rounding away.
+            same = next((i for i, (a, b) in enumerate(zip(mine.tokens, theirs.tokens, strict=True)) if a != b), len(mine.tokens))
+            num_compared += same
+            pairs += zip(mine.logprobs[:same], theirs.logprobs[:same], strict=True)
+            errors += [abs(a.logprobs[0] - b.logprobs[0]) for a, b in pairs]
+    mean, p99 = sum(errors) / len(errors), sorted(errors)[len(errors) * 99 // 100]
+    print(f"{len(errors)} log-probabilities, {num_compared} generated: mean {mean:.4f}, 99 % below {p99:.4f}")
+    assert num_compared >= 20 and mean < 0.02 and p99 < 0.1, (num_compared, mean, p99)
