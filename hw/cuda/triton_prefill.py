@@ -14,11 +14,14 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 def _tile_of(source, first, row_stride, head_col, real, cols, width, TMA: tl.constexpr, MASKED: tl.constexpr):
     """Rows `first ..` of one head, `[BLOCK_N, columns]`. TMA: source is a descriptor and zeros are beyond its end; else a pointer."""
     if TMA:
-        return source.load([first.to(tl.int32), head_col])
-    rows = source + (first + tl.arange(0, real.shape[0])) * row_stride + head_col
-    if MASKED:
-        return tl.load(rows[:, None] + cols[None, :], real[:, None] & (cols < width)[None, :], other=0.0)
-    return tl.load(rows[:, None] + cols[None, :], (cols < width)[None, :], other=0.0)
+        tile = source.load([first.to(tl.int32), head_col])
+    else:
+        rows = source + (first + tl.arange(0, real.shape[0])) * row_stride + head_col
+        mask = (cols < width)[None, :]
+        if MASKED:
+            mask = mask & real[:, None]
+        tile = tl.load(rows[:, None] + cols[None, :], mask, other=0.0)
+    return tile
 
 
 @triton.jit
