@@ -1,7 +1,9 @@
 """Asyncio client of the engine ranks: they connect and register, the frontend submits, streams and aborts.
 
-One ROUTER socket for all engines. An engine is known from its `Register` to its `Goodbye`, or until it has been silent for too
-long; then its requests end with an error output, so that no client waits for a process that is gone.
+One ROUTER socket for all engines. An engine is known from its `Register` to its `Goodbye`, or until it has been silent for
+`silence_limit_s` (`deepserve serve`: the step timeout, 120 s unless told otherwise); then its requests end with an error output, so that
+no client waits for a process that is gone. A rank beats every second, also in a long step: only one that is stopped or hangs is silent. A
+rank that dies is seen by whoever started it, at once.
 """
 
 import asyncio
