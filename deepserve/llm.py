@@ -158,6 +158,8 @@ class LLM:
         text, ids = None, None
         if isinstance(prompt, str):
             text = prompt
+        elif isinstance(prompt, list):
+            ids = prompt
         elif isinstance(prompt, dict) and set(prompt) <= {"prompt", "prompt_token_ids"} and prompt:
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         else:

@@ -259,10 +259,10 @@ def main() -> int:
     try:
         loop.run()
     except PeerLost as error:
-        code, reason = EXIT_PEER_LOST, f"rank {options.rank} lost a peer: {error}"
-        logger.error(reason)
+        code, reason = EXIT_PEER_LOST, f"rank {options.rank} lost a peer"  # clients read this; how it showed is for the log
+        logger.error("%s: %s", reason, error)
     except Exception as error:
-        code, reason = 1, f"rank {options.rank} failed: {type(error).__name__}: {error}"
+        code, reason = 1, f"rank {options.rank} failed with {type(error).__name__}"
         logger.exception(reason)
     loop.close(reason)
     context.term()

@@ -47,6 +47,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
 
     def __post_init__(self):
+        for name, off in (("stop", []), ("stop_token_ids", []), ("top_k", 0)):
+            if getattr(self, name) is None:  # how some callers say "off"
+                msgspec.structs.force_setattr(self, name, off)
         _whole("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 0, 1 << 31)

@@ -39,6 +39,8 @@ def test_text_and_ids_are_the_same_prompt(llm: LLM):
     by_text, by_ids = llm.generate(["In the beginning God created", {"prompt_token_ids": ids}], GREEDY, use_tqdm=False)
     assert by_text.prompt_token_ids == by_ids.prompt_token_ids == ids
     assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids
+    (by_list,) = llm.generate([ids], GREEDY, use_tqdm=False)
+    assert by_list.outputs[0].token_ids == by_ids.outputs[0].token_ids
     assert by_text.prompt == "In the beginning God created"
     assert by_ids.prompt is None
 

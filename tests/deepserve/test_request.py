@@ -194,3 +194,9 @@ def test_seeds_are_drawn_once_and_kept():
 def test_all_else_is_kept():
     params = SamplingParams(n=3, temperature=0.5, stop=["x"], stop_token_ids=[4], logit_bias={5: 1.0}, logprobs=2, seed=7, max_tokens=2)
     assert validate([1], params, LIMITS) == params
+
+
+def test_none_means_off():
+    params = SamplingParams(stop=None, stop_token_ids=None, top_k=None)
+    assert (params.stop_strings, params.stop_token_ids, params.top_k) == ([], [], 0)
+    assert params == SamplingParams()
