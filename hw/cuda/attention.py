@@ -24,7 +24,7 @@ def prefill_blocks(dtype: torch.dtype, longest: int) -> dict[str, int]:
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
     block_m = 16 if longest <= 16 else 64 if longest <= 64 else 128
-    return {"BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 8 if block_m == 128 else 4, "num_stages": 2}
+    return {"BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 8 if block_m == 128 else 4, "num_stages": 3 if block_m == 128 else 2}
 
 
 def _bulk_copies(x: torch.Tensor) -> bool:

@@ -28,8 +28,7 @@ def penalize_kernel(
 def _scores(row_ptr, tokens, vocab_size, temperature):
     """Logits over temperature, rounded as in IEEE division, -inf beyond the vocabulary, one zero instead of two."""
     logits = tl.load(row_ptr + tokens, tokens < vocab_size, other=float("-inf"))
-    scores = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
-    return tl.where(scores == 0.0, 0.0, scores)
+    return _over(logits, tl.zeros_like(logits) + temperature)
 
 
 @triton.jit
@@ -40,11 +39,14 @@ def _key(scores):
 
 
 @triton.jit
-def border_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, border_ptr, row_stride, vocab_size, BLOCK: tl.constexpr):
+def border_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, border_ptr, row_stride, vocab_size, BLOCK: tl.constexpr
+):  # fmt: skip
     """Grid (rows,). The least score that min-p, then top-k, then top-p leave: every filter keeps all scores from a border upwards.
 
     The border of top-k is the largest score that at least k reach; of top-p the least that has less than top-p of the mass above it.
-    Both are found by quartering the range of a float's 32 bits, so ties at a border stay together and nothing is sorted.
+    Both are found by quartering the range of a float's 32 bits, so ties at a border stay together and nothing is sorted. The search runs
+    on logits, which division by the temperature keeps in order: logits that it makes equal share their border.
     """
     row = tl.program_id(0).to(tl.int64)
     neg = float("-inf")
@@ -57,9 +59,10 @@ def border_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
     offsets = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), neg, tl.float32)
     for start in range(0, vocab_size, BLOCK):
-        best = tl.maximum(best, _scores(row_ptr, start + offsets, vocab_size, temperature))
-    top = tl.max(best, 0)
-    top_key = _key(top).to(tl.int64)
+        best = tl.maximum(best, tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=neg))
+    top_logit = tl.max(best, 0)
+    top = _over(top_logit, temperature)
+    least_key, top_key = _key(tl.full((), neg, tl.float32)).to(tl.int64), _key(top_logit).to(tl.int64)
     border = tl.full((), neg, tl.float32)
     if min_p > 0:
         least = tl.full((BLOCK,), float("inf"), tl.float32)
@@ -68,47 +71,66 @@ def border_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
             least = tl.minimum(least, tl.where(tl.exp(scores - top) >= min_p, scores, float("inf")))
         border = tl.minimum(tl.min(least, 0), top)
     if (top_k > 0) & (top_k < vocab_size):
-        # Invariant: at least top_k scores reach `low`, fewer reach `high`.
-        low, high = _key(tl.full((), neg, tl.float32)).to(tl.int64), top_key + 1
+        # Invariant: at least top_k logits reach `low`, fewer reach `high`.
+        low, high = least_key, top_key + 1
         for _ in range(16):
-            step = (high - low + 3) >> 2  # thresholds at a quarter, a half and three quarters
-            first, second, third = tl.minimum(low + step, high), tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+            first, second, third = _quarters(low, high)
+            at_1, at_2, at_3 = _unkey(first), _unkey(second), _unkey(third)
             reach_1, reach_2, reach_3 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
             for start in range(0, vocab_size, BLOCK):
-                keys = _key(_scores(row_ptr, start + offsets, vocab_size, temperature)).to(tl.int64)
-                keys = tl.where(start + offsets < vocab_size, keys, low - 1)
-                reach_1 += (keys >= first).to(tl.int32)
-                reach_2 += (keys >= second).to(tl.int32)
-                reach_3 += (keys >= third).to(tl.int32)
-            enough_1, enough_2, enough_3 = tl.sum(reach_1, 0) >= top_k, tl.sum(reach_2, 0) >= top_k, tl.sum(reach_3, 0) >= top_k
+                # What is beyond the vocabulary reaches nothing, not even -inf.
+                logits = tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=float("nan"))
+                reach_1 += (logits >= at_1).to(tl.int32)
+                reach_2 += (logits >= at_2).to(tl.int32)
+                reach_3 += (logits >= at_3).to(tl.int32)
+            # A threshold at `high` itself is known.
+            enough_1 = (tl.sum(reach_1, 0) >= top_k) & (first < high)
+            enough_2 = (tl.sum(reach_2, 0) >= top_k) & (second < high)
+            enough_3 = (tl.sum(reach_3, 0) >= top_k) & (third < high)
             high = tl.where(enough_1, tl.where(enough_2, tl.where(enough_3, high, third), second), first)
             low = tl.where(enough_3, third, tl.where(enough_2, second, tl.where(enough_1, first, low)))
-        border = tl.maximum(border, _unkey(low))
+        border = tl.maximum(border, _over(_unkey(low), temperature))
     if top_p < 1.0:
         mass = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, vocab_size, BLOCK):
             scores = _scores(row_ptr, start + offsets, vocab_size, temperature)
             mass += tl.where(scores >= border, tl.exp(scores - top), 0.0)
         wanted = top_p * tl.sum(mass, 0)
-        # Invariant: above `high` lies less than the wanted mass, above `low` not less.
-        low, high = _key(border).to(tl.int64) - 1, top_key
+        # Invariant: above `high` lies less than the wanted mass, above `low` not less. What an earlier filter dropped lies below every
+        # threshold that could be the answer.
+        low, high = least_key - 1, top_key
+        rate = 1.4426950408889634 / temperature
         for _ in range(16):
-            step = (high - low + 3) >> 2
-            first, second, third = tl.minimum(low + step, high), tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+            first, second, third = _quarters(low, high)
+            at_1, at_2, at_3 = _unkey(first), _unkey(second), _unkey(third)
             above_1, above_2, above_3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
             for start in range(0, vocab_size, BLOCK):
-                scores = _scores(row_ptr, start + offsets, vocab_size, temperature)
-                keys, mass = _key(scores).to(tl.int64), tl.exp(scores - top)
-                above_1 += tl.where(keys > first, mass, 0.0)
-                above_2 += tl.where(keys > second, mass, 0.0)
-                above_3 += tl.where(keys > third, mass, 0.0)
-            # A threshold at `high` itself is less by the invariant, whatever the sum says.
-            less_1, less_2 = (tl.sum(above_1, 0) < wanted) | (first == high), (tl.sum(above_2, 0) < wanted) | (second == high)
+                logits = tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=neg)
+                mass = tl.exp2((logits - top_logit) * rate)
+                above_1 += tl.where(logits > at_1, mass, 0.0)
+                above_2 += tl.where(logits > at_2, mass, 0.0)
+                above_3 += tl.where(logits > at_3, mass, 0.0)
+            less_1 = (tl.sum(above_1, 0) < wanted) | (first == high)
+            less_2 = (tl.sum(above_2, 0) < wanted) | (second == high)
             less_3 = (tl.sum(above_3, 0) < wanted) | (third == high)
             low = tl.where(less_1, low, tl.where(less_2, first, tl.where(less_3, second, third)))
             high = tl.where(less_1, first, tl.where(less_2, second, tl.where(less_3, third, high)))
-        border = tl.maximum(border, _unkey(high))
+        border = tl.maximum(border, _over(_unkey(high), temperature))
     tl.store(border_ptr + row, border)
+
+
+@triton.jit
+def _over(logit, temperature):
+    """A score, rounded as in IEEE division, with one zero instead of two."""
+    score = tl.div_rn(logit, temperature)
+    return tl.where(score == 0.0, 0.0, score)
+
+
+@triton.jit
+def _quarters(low, high):
+    """Three thresholds between two keys; equal ones and `high` itself once the range is short."""
+    step = (high - low + 3) >> 2
+    return tl.minimum(low + step, high), tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
 
 
 @triton.jit
