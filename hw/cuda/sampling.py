@@ -7,6 +7,7 @@ from hw.api import Logprobs, PenaltyInputs, SampleInputs
 from hw.cuda.triton_sampling import best_block_kernel, border_kernel, draw_kernel, penalize_kernel, rough_draw_kernel
 
 _BLOCK = 4096  # tokens a program
+_BORDER_BLOCK, _BORDER_WARPS = 4096, 32  # tokens at a time of the one program that searches a row
 
 
 class SamplingOps:
@@ -33,10 +34,10 @@ class SamplingOps:
         filtered = inputs.any_sampled and inputs.any_filtered
         if filtered:
             border = torch.empty((num_rows,), device=logits.device)
-            block = min(_BLOCK, max(16, triton.next_power_of_2(vocab_size)))
+            block = min(_BORDER_BLOCK, max(16, triton.next_power_of_2(vocab_size)))
             border_kernel[(num_rows,)](
                 logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, border, logits.stride(0), vocab_size,
-                BLOCK=block, num_warps=32 if block > 1024 else 4,
+                BLOCK=block, num_warps=_BORDER_WARPS if block > 1024 else 4,
             )  # fmt: skip
         quads = min(_BLOCK // 4, max(4, triton.next_power_of_2(triton.cdiv(vocab_size, 4))))
         num_blocks = triton.cdiv(vocab_size, 4 * quads)
