@@ -7,7 +7,7 @@ from hw.api import Logprobs, PenaltyInputs, SampleInputs
 from hw.cuda.triton_sampling import best_block_kernel, border_kernel, draw_kernel, penalize_kernel, rough_draw_kernel
 
 _BLOCK = 4096  # tokens a program
-_BORDER_BLOCK, _BORDER_WARPS = 4096, 32  # tokens at a time of the one program that searches a row
+_BORDER_BLOCK, _BORDER_WARPS = 8192, 32  # tokens at a time of the one program that searches a row
 
 
 class SamplingOps:
