@@ -71,51 +71,17 @@ def border_kernel(
             least = tl.minimum(least, tl.where(tl.exp(scores - top) >= min_p, scores, float("inf")))
         border = tl.minimum(tl.min(least, 0), top)
     if (top_k > 0) & (top_k < vocab_size):
-        # Invariant: at least top_k logits reach `low`, fewer reach `high`.
-        low, high = least_key, top_key + 1
-        for _ in range(16):
-            first, second, third = _quarters(low, high)
-            at_1, at_2, at_3 = _unkey(first), _unkey(second), _unkey(third)
-            reach_1, reach_2, reach_3 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
-            for start in range(0, vocab_size, BLOCK):
-                # What is beyond the vocabulary reaches nothing, not even -inf.
-                logits = tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=float("nan"))
-                reach_1 += (logits >= at_1).to(tl.int32)
-                reach_2 += (logits >= at_2).to(tl.int32)
-                reach_3 += (logits >= at_3).to(tl.int32)
-            # A threshold at `high` itself is known.
-            enough_1 = (tl.sum(reach_1, 0) >= top_k) & (first < high)
-            enough_2 = (tl.sum(reach_2, 0) >= top_k) & (second < high)
-            enough_3 = (tl.sum(reach_3, 0) >= top_k) & (third < high)
-            high = tl.where(enough_1, tl.where(enough_2, tl.where(enough_3, high, third), second), first)
-            low = tl.where(enough_3, third, tl.where(enough_2, second, tl.where(enough_1, first, low)))
-        border = tl.maximum(border, _over(_unkey(low), temperature))
+        reached = _reached_by(row_ptr, vocab_size, top_k, least_key, top_key, BLOCK)
+        border = tl.maximum(border, _over(reached, temperature))
     if top_p < 1.0:
         mass = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, vocab_size, BLOCK):
             scores = _scores(row_ptr, start + offsets, vocab_size, temperature)
             mass += tl.where(scores >= border, tl.exp(scores - top), 0.0)
-        wanted = top_p * tl.sum(mass, 0)
-        # Invariant: above `high` lies less than the wanted mass, above `low` not less. What an earlier filter dropped lies below every
-        # threshold that could be the answer.
-        low, high = least_key - 1, top_key
+        # What an earlier filter dropped lies below every threshold that could be the answer.
         rate = 1.4426950408889634 / temperature
-        for _ in range(16):
-            first, second, third = _quarters(low, high)
-            at_1, at_2, at_3 = _unkey(first), _unkey(second), _unkey(third)
-            above_1, above_2, above_3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, vocab_size, BLOCK):
-                logits = tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=neg)
-                mass = tl.exp2((logits - top_logit) * rate)
-                above_1 += tl.where(logits > at_1, mass, 0.0)
-                above_2 += tl.where(logits > at_2, mass, 0.0)
-                above_3 += tl.where(logits > at_3, mass, 0.0)
-            less_1 = (tl.sum(above_1, 0) < wanted) | (first == high)
-            less_2 = (tl.sum(above_2, 0) < wanted) | (second == high)
-            less_3 = (tl.sum(above_3, 0) < wanted) | (third == high)
-            low = tl.where(less_1, low, tl.where(less_2, first, tl.where(less_3, second, third)))
-            high = tl.where(less_1, first, tl.where(less_2, second, tl.where(less_3, third, high)))
-        border = tl.maximum(border, _over(_unkey(high), temperature))
+        crossing = _below_mass(row_ptr, vocab_size, top_p * tl.sum(mass, 0), top_logit, rate, least_key, top_key, BLOCK)
+        border = tl.maximum(border, _over(crossing, temperature))
     tl.store(border_ptr + row, border)
 
 
@@ -131,6 +97,55 @@ def _quarters(low, high):
     """Three thresholds between two keys; equal ones and `high` itself once the range is short."""
     step = (high - low + 3) >> 2
     return tl.minimum(low + step, high), tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+
+
+@triton.jit
+def _reached_by(row_ptr, vocab_size, top_k, least_key, top_key, BLOCK: tl.constexpr):
+    """The largest logit that at least top_k logits reach."""
+    offsets = tl.arange(0, BLOCK)
+    # Invariant: at least top_k logits reach `low`, fewer reach `high`.
+    low, high = least_key, top_key + 1
+    for _ in range(16):
+        first, second, third = _quarters(low, high)
+        at_1, at_2, at_3 = _unkey(first), _unkey(second), _unkey(third)
+        reach_1, reach_2, reach_3 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, vocab_size, BLOCK):
+            # What is beyond the vocabulary reaches nothing, not even -inf.
+            logits = tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=float("nan"))
+            reach_1 += (logits >= at_1).to(tl.int32)
+            reach_2 += (logits >= at_2).to(tl.int32)
+            reach_3 += (logits >= at_3).to(tl.int32)
+        # A threshold at `high` itself is known.
+        enough_1 = (tl.sum(reach_1, 0) >= top_k) & (first < high)
+        enough_2 = (tl.sum(reach_2, 0) >= top_k) & (second < high)
+        enough_3 = (tl.sum(reach_3, 0) >= top_k) & (third < high)
+        high = tl.where(enough_1, tl.where(enough_2, tl.where(enough_3, high, third), second), first)
+        low = tl.where(enough_3, third, tl.where(enough_2, second, tl.where(enough_1, first, low)))
+    return _unkey(low)
+
+
+@triton.jit
+def _below_mass(row_ptr, vocab_size, wanted, top_logit, rate, least_key, top_key, BLOCK: tl.constexpr):
+    """The least logit above which lies less than the wanted mass, of `exp2((logit - top) * rate)`."""
+    offsets = tl.arange(0, BLOCK)
+    # Invariant: above `high` lies less than the wanted mass, above `low` not less.
+    low, high = least_key - 1, top_key
+    for _ in range(16):
+        first, second, third = _quarters(low, high)
+        at_1, at_2, at_3 = _unkey(first), _unkey(second), _unkey(third)
+        above_1, above_2, above_3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, vocab_size, BLOCK):
+            logits = tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=float("-inf"))
+            mass = tl.exp2((logits - top_logit) * rate)
+            above_1 += tl.where(logits > at_1, mass, 0.0)
+            above_2 += tl.where(logits > at_2, mass, 0.0)
+            above_3 += tl.where(logits > at_3, mass, 0.0)
+        less_1 = (tl.sum(above_1, 0) < wanted) | (first == high)
+        less_2 = (tl.sum(above_2, 0) < wanted) | (second == high)
+        less_3 = (tl.sum(above_3, 0) < wanted) | (third == high)
+        low = tl.where(less_1, low, tl.where(less_2, first, tl.where(less_3, second, third)))
+        high = tl.where(less_1, first, tl.where(less_2, second, tl.where(less_3, third, high)))
+    return _unkey(high)
 
 
 @triton.jit
