@@ -149,6 +149,9 @@ class Ops(Protocol):
         page_table `[num_seqs, max_pages]` int32, -1 = unused.
         """
 
+    def decode_plan(self) -> Any:
+        """A fresh object for what the `mla_decode` calls of one step's layers can share, such as a kernel's schedule; may be None."""
+
     def mla_decode(
         self,
         q: torch.Tensor,
@@ -158,12 +161,14 @@ class Ops(Protocol):
         max_seq_len: int,
         kv_lora_rank: int,
         scale: float,
+        plan: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Absorbed attention over pages, all heads sharing one key: the value is the key's first `kv_lora_rank` dims.
 
         q `[B, q_len, H, L + r]`; page_table `[B, max_pages]` int32, -1 = unused; seq_lens `[B]` int32 counts the cached tokens with the
         q_len new ones; query j of a sequence sees `seq_len - q_len + 1 + j` tokens; max_seq_len is a host upper bound. seq_len 0 gives
-        out 0, lse -inf. Returns out `[B, q_len, H, L]` model dtype, lse `[B, q_len, H]` fp32 (natural logarithm).
+        out 0, lse -inf. `plan`: from `decode_plan`, shared by calls that differ in q and cache alone. Returns out `[B, q_len, H, L]` model
+        dtype, lse `[B, q_len, H]` fp32 (natural logarithm).
         """
 
     def mla_prefill(

@@ -19,7 +19,7 @@ def absorb_query(ops: Ops, q_nope: torch.Tensor, q_rope: torch.Tensor, w_uk: tor
 def absorbed_decode(ops: Ops, q: torch.Tensor, w_uv: torch.Tensor, cache: torch.Tensor, meta: DecodeMeta, scale: float) -> torch.Tensor:
     """q `[num_tokens, H, L + r]` absorbed queries, w_uv `[H, v, L]` -> `[num_tokens, H, v]`."""
     shaped = q.view(meta.num_seqs, meta.query_len, *q.shape[1:])
-    out, _ = ops.mla_decode(shaped, cache, meta.page_table, meta.seq_lens, meta.max_seq_len, w_uv.shape[2], scale)
+    out, _ = ops.mla_decode(shaped, cache, meta.page_table, meta.seq_lens, meta.max_seq_len, w_uv.shape[2], scale, meta.plan)
     return ops.head_matmul(out.flatten(0, 1), w_uv.transpose(1, 2))
 
 

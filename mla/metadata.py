@@ -8,7 +8,8 @@ A step's tokens are laid out as
 Lengths are on the device and, as lists or upper bounds, on the host: some backends' kernels need the one, some the other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ class DecodeMeta:
     seq_lens: torch.Tensor  # [num_seqs] int32, cached tokens with this step's
     max_seq_len: int  # host upper bound of seq_lens
     page_table: torch.Tensor  # [num_seqs, max_pages] int32, -1 = unused
+    plan: Any = None  # what the layers of this step share (`Ops.decode_plan`)
 
     @property
     def num_tokens(self) -> int:
@@ -48,3 +50,7 @@ class AttnMetadata:
     slots: torch.Tensor  # [num_tokens] int64, where each token's latent is written; -1 = nowhere
     decode: DecodeMeta | None
     prefill: PrefillMeta | None
+
+    def planned(self, plan: Any) -> "AttnMetadata":
+        """The same step with a plan for its layers to share."""
+        return self if self.decode is None else replace(self, decode=replace(self.decode, plan=plan))

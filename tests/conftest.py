@@ -7,6 +7,11 @@ import zlib
 import psutil
 import pytest
 
+from hw.testing import available_backends
+
+# These are about accelerators and nothing else; on a machine without one there is nothing to run.
+collect_ignore = ["hw/test_cuda.py", "deepserve/engine/test_engine_devices.py"] if available_backends() == ["cpu"] else []
+
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:

@@ -142,6 +142,7 @@ class Decoder:
 
     def forward(self, token_ids: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], step: ExpertStep) -> torch.Tensor:
         """token_ids `[num_tokens]` int64 -> hidden `[num_tokens, hidden]` after the final norm. Writes this step's latents to `caches`."""
+        meta = meta.planned(self.ops.decode_plan())
         lens = even_slices(token_ids.shape[0], self.tp.size)
         first = sum(lens[: self.tp.rank])
         x, residual = self.embedding[token_ids[first : first + lens[self.tp.rank]]], None

@@ -54,7 +54,7 @@ class InvariantOps(CpuOps):
     def head_matmul(self, x, weight):
         return torch.stack([self.linear(x[:, h], weight[h].T) for h in range(x.shape[1])], dim=1)
 
-    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale):
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None):
         num_seqs, q_len, num_heads, dim = q.shape
         lens = (seq_lens[:, None].long() - q_len + 1 + torch.arange(q_len)).clamp(min=0).flatten()  # keys seen by each row
         table = page_table.repeat_interleave(q_len, dim=0)

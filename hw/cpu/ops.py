@@ -36,7 +36,7 @@ class CpuOps(ReferenceOps):
             pieces.append(rows[start - low * page_size :][:length])
         return torch.cat(pieces) if pieces else cache.new_empty(0, cache.shape[-1])
 
-    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale):
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None):
         num_seqs, q_len, num_heads, dim = q.shape
         num_pages = -(-max_seq_len // cache.shape[1])
         out = q.new_empty(num_seqs, q_len, num_heads, kv_lora_rank)

@@ -66,7 +66,10 @@ class AttentionOps:
         )  # fmt: skip
         return out
 
-    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale):
+    def decode_plan(self):
+        return None if self._flash_mla is None else self._flash_mla.get_mla_metadata()[0]
+
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None):
         num_seqs, query_len, num_heads, dim = q.shape
         assert q.stride(3) == 1 and cache.is_contiguous() and q.dtype == cache.dtype, (q.stride(), q.dtype, cache.dtype)
         if not num_seqs:
@@ -75,11 +78,12 @@ class AttentionOps:
         rope, page_size = dim - kv_lora_rank, cache.shape[1]
         fits = (kv_lora_rank, rope, page_size, q.dtype) == (FLASH_LATENT, FLASH_ROPE, FLASH_PAGE, torch.bfloat16)
         if self._flash_mla is not None and fits and page_table.shape[1]:
-            return self._flash_decode(q, cache, page_table, seq_lens, scale)
+            return self._flash_decode(q, cache, page_table, seq_lens, scale, plan)
         return self._triton_decode(q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale)
 
-    def _flash_decode(self, q, cache, page_table, seq_lens, scale):
-        schedule, _ = self._flash_mla.get_mla_metadata()
+    def _flash_decode(self, q, cache, page_table, seq_lens, scale, plan):
+        # The first call of a step fills the plan in with its schedule; the other layers find it there.
+        schedule = self.decode_plan() if plan is None else plan
         out, lse = self._flash_mla.flash_mla_with_kvcache(
             q, cache.unsqueeze(2), page_table, seq_lens, FLASH_LATENT, schedule, softmax_scale=scale, causal=True
         )

@@ -206,3 +206,28 @@ def test_reference_of_a_masked_case_without_rows():
     """The twin of the tests above, on its own: no expert has a row."""
     x, w = torch.zeros(2, 4, 8), quantize_weight_blocks(torch.randn(2, 3, 8))
     assert ReferenceOps().grouped_linear_masked(x, w, torch.zeros(2, dtype=torch.int64)).shape == (2, 4, 3)
+
+
+def test_layers_share_a_decode_plan(opened):
+    """One schedule for several calls of a step that differ in q and cache: the bits of a schedule of its own each."""
+    lens = (700, 1, 64, 1023)
+    device = opened.runtime.device
+    seq_lens, plan = torch.tensor(lens, dtype=torch.int32, device=device), opened.ops.decode_plan()
+    for _ in range(3):
+        cache, page_table = pages(lens, 64, 576, 2, BF16)
+        q, cache, page_table = normal(4, 1, 128, 576, dtype=BF16).to(device), cache.to(device), page_table.to(device)
+        args = (q, cache, page_table, seq_lens, max(lens), 512, 576**-0.5)
+        for shared, own in zip(opened.ops.mla_decode(*args, plan), opened.ops.mla_decode(*args), strict=True):
+            assert torch.equal(shared, own)
+
+
+def test_a_captured_step_is_the_step(opened):
+    """Captured work reads its buffers anew at every replay, and uploads and downloads keep their order around it."""
+    runtime = opened.runtime
+    buffer = runtime.zeros((64,), torch.float32)
+    replay = runtime.capture(lambda: opened.ops.silu_mul(buffer.view(2, 32)).sum())
+    for value in (1.0, 2.0, -3.0):
+        buffer.copy_(runtime.upload(torch.full((64,), value).numpy()))
+        (found,) = runtime.download([replay()])()
+        expected = 32 * value * torch.nn.functional.silu(torch.tensor(value))
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -241,11 +241,12 @@ TABLE: dict[str, Callable[[torch.dtype], Iterator[tuple[str, Call]]]] = {
         prefers_absorbed, gate_topk, grouped_linear, grouped_linear_masked, penalize, sample, logprobs,
     )
 }  # fmt: skip
+WITHOUT_NUMBERS = {"decode_plan"}  # its object goes back into mla_decode; test_cuda holds that sharing one changes nothing
 FP32_ONLY = {"prefers_absorbed", "gate_topk", "penalize", "sample", "logprobs"}
 
 
 def test_no_op_of_the_contract_is_left_out():
-    assert set(TABLE) == {name for name, member in vars(Ops).items() if callable(member) and not name.startswith("_")}
+    assert set(TABLE) | WITHOUT_NUMBERS == {name for name, member in vars(Ops).items() if callable(member) and not name.startswith("_")}
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -56,7 +56,10 @@ class ReferenceOps:
                 for i, (start, length) in enumerate(zip(first, lens, strict=True)) for j in range(length)]  # fmt: skip
         return torch.stack(rows) if rows else cache.new_empty(0, cache.shape[-1])
 
-    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale):
+    def decode_plan(self):
+        return None
+
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None):
         num_seqs, q_len, num_heads, _ = q.shape
         out = q.new_zeros(num_seqs, q_len, num_heads, kv_lora_rank)
         lse = torch.full((num_seqs, q_len, num_heads), -torch.inf)
