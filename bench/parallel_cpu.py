@@ -28,6 +28,7 @@ from deepserve import LLM, SamplingParams
 from deepserve.config import EngineArgs
 from deepserve.engine.engine import Engine, resolve
 from deepserve.engine.lockstep import Ballot, Lockstep
+from deepserve.spawn import SPIN_COUNT
 from hw.api import ExpertMode, ExpertStep
 from hw.groups import Rendezvous, open_groups
 
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of each rank; default: its share of the cores")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # of the processes to come: threads must not spin where ranks share cores
+    os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)  # of the processes to come, as ranks that are spawned have it
     cores = os.cpu_count() or 1
 
     def options(num_ranks: int) -> dict:

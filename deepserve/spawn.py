@@ -13,6 +13,7 @@ import msgspec
 
 from deepserve.config import EngineArgs
 
+SPIN_COUNT = 2000
 # Exit code of a rank that ended because another one did (deepserve.engine.loop); it is never to blame.
 EXIT_PEER_LOST = 4
 # Ranks that notice a death end within moments of each other; the one that died first is looked for this long.
@@ -109,8 +110,9 @@ class LocalInstance:
 
 def start_rank(options: dict) -> subprocess.Popen:
     """One engine process; `options` are the fields of `deepserve.engine.loop.RankOptions`. Its stdin must be kept open."""
-    # Threads that wait for each other must not spin where ranks and the frontend share cores. `env` becomes the rank itself.
-    command = ["env", "OMP_WAIT_POLICY=PASSIVE", sys.executable, "-m", "deepserve.engine.loop"]
+    # Threads that wait for each other spin briefly, then sleep. Spinning as long as OpenMP likes makes a step ten times slower where
+    # something else wants the cores; never spinning makes it three times slower where nothing does. `env` becomes the rank itself.
+    command = ["env", f"GOMP_SPINCOUNT={SPIN_COUNT}", sys.executable, "-m", "deepserve.engine.loop"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(options) + b"\n")
