@@ -26,6 +26,7 @@ SLACK_S = 5.0  # the frontend looks ten times in a limit; machines are busy
 END_S = STEP_TIMEOUT_S + BLAME_S + HURRY_S + SLACK_S
 PAUSE_S = 5.0
 LAYOUTS = {"dp2": ("--dp", "2"), "tp2": ("--tp", "2")}
+SLOW_LAYOUTS = ["dp2", pytest.param("tp2", marks=pytest.mark.long)]  # of tests that wait out a deadline
 SMALL = ("--max-model-len", "4096", "--num-threads", "1")
 PROMPT = {"model": "deepserve-tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 
@@ -168,7 +169,7 @@ def suspended(process: psutil.Process):
             process.resume()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
 def test_a_pause_is_not_a_death(layout: str):
     """Whichever rank it is: the others wait for it, and requests are finished."""
     with Served(*LAYOUTS[layout], *SMALL) as server:
@@ -186,7 +187,7 @@ def test_a_pause_is_not_a_death(layout: str):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
 def test_a_rank_that_stands_still_for_good_ends_the_instance(layout: str, rank: int):
     with Served(*LAYOUTS[layout], *SMALL, "--step-timeout-s", f"{STEP_TIMEOUT_S:g}") as server:
         ranks = ranks_of(server, 2)
@@ -262,7 +263,7 @@ def test_torchrun_gives_the_same_answer_and_ends_with_a_killed_rank():
         assert_gone(tree)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
 def test_torchrun_ends_when_the_first_rank_is_killed_while_idle(layout: str):
     with Torchrun(2, *LAYOUTS[layout], *SMALL) as server:
         tree = psutil.Process(server.process.pid).children(recursive=True)
