@@ -53,6 +53,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     finished: bool = False
+    seed: int | None = None  # that the draws were keyed with; give it again to repeat them
 
 
 class LLM:
@@ -212,7 +213,7 @@ class _Job:
         outputs = [
             CompletionOutput(i, logprobs=[] if logprobs else None, cumulative_logprob=0.0 if logprobs else None) for i in range(params.n)
         ]
-        self.output = RequestOutput(request_id, prompt, ids, outputs)
+        self.output = RequestOutput(request_id, prompt, ids, outputs, seed=params.seed)
         self._texts: list[SequenceText] | None = None
         if tokenizer is not None and params.detokenize:
             self._texts = [SequenceText(params, tokenizer) for _ in outputs]

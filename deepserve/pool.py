@@ -31,7 +31,6 @@ class RankPool:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.loads: dict[int, Load] = {}  # last report of each DP rank, at most a heartbeat old
         self._registers: dict[bytes, Register] = {}

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections import defaultdict
+from contextlib import suppress
 from datetime import timedelta
 from typing import BinaryIO
 
@@ -60,11 +61,13 @@ class Heart(threading.Thread):
 
     def run(self) -> None:
         encoder = msgspec.msgpack.Encoder()
-        sockets = [_connect(self._context, address) for address in self._options.frontends]
+        sockets = [_connect(self._context, address, most_waiting=8) for address in self._options.frontends]
         while not self._stopped.wait(HEARTBEAT_S):
             beat = encoder.encode(Heartbeat(self._options.instance, self._dp_rank, self.load))
             for socket in sockets:
-                socket.send(beat)
+                # Who has not read the last beats does not miss this one: an idle `LLM` reads nothing for hours.
+                with suppress(zmq.Again):
+                    socket.send(beat, zmq.NOBLOCK)
         for socket in sockets:
             socket.close(LINGER_MS)
 
@@ -198,9 +201,10 @@ class EngineLoop:
         socket.send(self._encoder.encode(message))
 
 
-def _connect(context: zmq.Context, address: str) -> zmq.Socket:
+def _connect(context: zmq.Context, address: str, *, most_waiting: int = 0) -> zmq.Socket:
+    """most_waiting: messages that may wait to be sent; 0: any number, since a frontend that reads slowly must not stop a step."""
     socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.SNDHWM, 0)  # a frontend that reads slowly must not stop a step
+    socket.setsockopt(zmq.SNDHWM, most_waiting)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.connect(address)
     return socket

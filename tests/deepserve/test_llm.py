@@ -77,6 +77,15 @@ def test_n_sequences_and_seed(llm: LLM):
     assert len({tuple(o.token_ids) for o in first.outputs}) == 4
 
 
+def test_a_drawn_seed_is_reported_and_repeats(llm: LLM):
+    params = SamplingParams(temperature=2.0, max_tokens=12)
+    (first,) = llm.generate("Once", params, use_tqdm=False)
+    (again,) = llm.generate("Once", SamplingParams(temperature=2.0, max_tokens=12, seed=first.seed), use_tqdm=False)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    (other,) = llm.generate("Once", params, use_tqdm=False)
+    assert other.seed != first.seed
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_string(llm: LLM, include: bool):
     params = SamplingParams(temperature=0, max_tokens=64, stop=["5, 6"], include_stop_str_in_output=include)
