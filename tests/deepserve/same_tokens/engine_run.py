@@ -14,7 +14,7 @@ from tests.deepserve.same_tokens.reference import Reference
 
 MAX_MODEL_LEN = 192
 TOLERANCE = 1e-4  # of a log-probability against the reference
-# Too few for what would run at once: 16 prompts need 27 pages at their ends, three sequences of one prompt 9, or 7 with a shared one.
+# Too few for what would run at once: 16 prompts need 27 pages at their ends, four sequences of one prompt 12, or 9 with a shared one.
 FEW_PAGES = {"16 prompts": 6, "alone": 4}
 
 
@@ -51,8 +51,8 @@ def run_case(engine: Engine, case: Case, references: list[Reference]) -> list[tu
     n = 1
     rounds = [references]
     if case.company == "alone":
-        # Preempted by, or finding a prefix of, nobody but itself: as three sequences, or asked again.
-        n = 3 if case.preempt else 1
+        # Preempted by, or finding a prefix of, nobody but itself: as four sequences, or asked again.
+        n = 4 if case.preempt else 1
         one = [r for r in references if len(r.prompt) == 127]
         rounds = [one, one] if case.prefix_cache else [one]
     found = [pair for some in rounds for pair in run(engine, some, n=n, prompt_logprobs=not case.prefix_cache)]
