@@ -246,4 +246,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _say(line: str):
-    print(f"deepserve: {line}", file=sys.stderr, flush=True)
+    # Whoever read the log may be gone; that must not keep the server from draining or ending.
+    with contextlib.suppress(OSError):
+        print(f"deepserve: {line}", file=sys.stderr, flush=True)

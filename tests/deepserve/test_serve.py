@@ -231,6 +231,22 @@ def test_sigterm_finishes_what_runs():
         assert server.end() == 0
 
 
+def test_sigterm_ends_a_server_whose_log_nobody_reads_any_more():
+    command = [sys.executable, "-m", "deepserve.cli", "serve", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert any(line.strip() == "deepserve: ready" for line in process.stderr)
+        children = psutil.Process(process.pid).children()
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+        _, alive = psutil.wait_procs(children, WAIT_S)
+        assert not alive
+    finally:
+        process.kill()
+        process.wait()
+
+
 def run_serve(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "deepserve.cli", "serve", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
