@@ -4,7 +4,7 @@
 
 The floor of an op is the largest of: its bytes over the measured copy rate, its operations over the measured matrix rate, and the time
 of one empty node of a graph. Times are medians over replays of a graph that holds several calls, each on inputs of its own, so that
-neither launch gaps nor the L2 cache enter. "library" says who does the work; ours are Triton kernels.
+neither launch gaps nor the L2 cache enter. "provider" says who does the work; ours are Triton kernels.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Job:
     """One op: `make()` draws inputs and returns a call on them."""
 
     name: str
-    library: str
+    provider: str
     num_bytes: float
     num_flops: float
     rate: float
@@ -52,7 +52,7 @@ class Job:
 @dataclass(frozen=True)
 class Row:
     name: str
-    library: str
+    provider: str
     microseconds: float
     floor: float
 
@@ -165,7 +165,7 @@ def product_jobs(ops) -> Iterator[Job]:
     yield heads("absorb query 128 -> 512", 128, 512, False)
     yield heads("absorb output 512 -> 128", 512, 128, True)
 
-    def masked(num_experts: int, num_rows: int, outer: int, inner: int, kind: str, op: Callable, library: str) -> Job:
+    def masked(num_experts: int, num_rows: int, outer: int, inner: int, kind: str, op: Callable, provider: str) -> Job:
         def make():
             x = normal(num_experts, BATCH, inner)
             w = fp8(num_experts, outer, inner) if kind == "fp8" else normal(num_experts, outer, inner)
@@ -176,7 +176,7 @@ def product_jobs(ops) -> Iterator[Job]:
         num_bytes = num_experts * (size * outer * inner + 2 * num_rows * (inner + outer))
         flops = 2 * num_experts * num_rows * outer * inner
         name = f"masked {kind} {num_experts} x {num_rows} rows, {outer} x {inner}"
-        return Job(name, library, num_bytes, flops, FP8_RATE if kind == "fp8" else BF16_RATE, make)
+        return Job(name, provider, num_bytes, flops, FP8_RATE if kind == "fp8" else BF16_RATE, make)
 
     ours = type(ops)(flash_mla=None, deep_gemm=None)
     for num_experts, num_rows in ((8, 128), (32, 32)):
@@ -194,13 +194,13 @@ def attention_jobs(ops) -> Iterator[Job]:
     table = torch.randperm(num_pages, device=DEVICE).int().view(BATCH, -1)
     lens = torch.full((BATCH,), CONTEXT, dtype=torch.int32, device=DEVICE)
 
-    def decode(num_heads: int, who, library: str) -> Job:
+    def decode(num_heads: int, who, provider: str) -> Job:
         def make():
             q = normal(BATCH, 1, num_heads, 576)
             return lambda: who.mla_decode(q, cache, table, lens, CONTEXT, 512, 576**-0.5)
 
         num_bytes = 2 * BATCH * (CONTEXT * 576 + num_heads * (576 + 512))
-        return Job(f"mla_decode {num_heads} heads, 4096", library, num_bytes, 2 * BATCH * num_heads * CONTEXT * 1088, BF16_RATE, make)
+        return Job(f"mla_decode {num_heads} heads, 4096", provider, num_bytes, 2 * BATCH * num_heads * CONTEXT * 1088, BF16_RATE, make)
 
     for num_heads in (128, 16):
         yield decode(num_heads, ops, "FlashMLA")
@@ -290,13 +290,13 @@ def main() -> None:
         for job in jobs:
             if options.only in job.name:
                 floor = max(node, job.num_bytes / COPY_RATE * 1e6, job.num_flops / job.rate * 1e6)
-                rows.append(Row(job.name, job.library, time_of(job), floor))
+                rows.append(Row(job.name, job.provider, time_of(job), floor))
                 print(f"{rows[-1].name}: {rows[-1].microseconds:.1f} us", file=sys.stderr, flush=True)
                 torch.cuda.empty_cache()
     facts = card() | {"date": datetime.now(UTC).date().isoformat(), "command": " ".join(sys.argv), "empty node us": f"{node:.2f}"}
     table = Table("op", "by", "us", "floor us", "over floor", title=", ".join(f"{key} {value}" for key, value in facts.items()))
     for row in rows:
-        table.add_row(row.name, row.library, f"{row.microseconds:.1f}", f"{row.floor:.1f}", f"{row.ratio:.2f}")
+        table.add_row(row.name, row.provider, f"{row.microseconds:.1f}", f"{row.floor:.1f}", f"{row.ratio:.2f}")
     Console(width=120).print(table)
     if options.json:
         with open(options.json, "w") as file:
