@@ -1,4 +1,4 @@
-"""The process of one engine rank: sockets around `Engine.step()`.
+"""The process of one engine rank: sockets, and the votes of lockstep, around `Engine`.
 
 Started by `deepserve.spawn` as `python -m deepserve.engine.loop`, with one line of JSON on stdin: `RankOptions`. Stdin stays open as a
 lifeline: when whoever started the rank is gone, it ends, and so does the rank.
