@@ -8,12 +8,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hw.api import LatentDims, Segments
 from hw.cuda.elementwise import num_warps
+from hw.cuda.rules import DECODE, FLASH_LATENT, FLASH_MLA
 from hw.cuda.triton_decode import decode_kernel, join_splits_kernel
 from hw.cuda.triton_elementwise import latent_gather_kernel, latent_write_kernel
 from hw.cuda.triton_prefill import merge_kernel, prefill_kernel
+from hw.rules import Decode, choose
 
-# What FlashMLA's dense decode is compiled for.
-FLASH_LATENT, FLASH_ROPE, FLASH_PAGE = 512, 64, 64
 # Programs that fill the GPU, and the most pieces a sequence is cut into.
 _WANTED_PROGRAMS, _MAX_SPLITS = 264, 64
 _GATHER_ROWS = 16
@@ -37,6 +37,7 @@ class AttentionOps:
 
     def __init__(self, flash_mla: ModuleType | None):
         self._flash_mla = flash_mla
+        self._absent_attention = frozenset({FLASH_MLA}) if flash_mla is None else frozenset()
 
     def latent_write(self, kv, norm_weight, eps, positions, table, cache, slots):
         rank, dim, num_tokens = norm_weight.shape[0], cache.shape[-1], kv.shape[0]
@@ -75,9 +76,8 @@ class AttentionOps:
         if not num_seqs:
             out = torch.empty((0, query_len, num_heads, kv_lora_rank), dtype=q.dtype, device=q.device)
             return out, torch.empty(out.shape[:3], device=q.device)
-        rope, page_size = dim - kv_lora_rank, cache.shape[1]
-        fits = (kv_lora_rank, rope, page_size, q.dtype) == (FLASH_LATENT, FLASH_ROPE, FLASH_PAGE, torch.bfloat16)
-        if self._flash_mla is not None and fits and page_table.shape[1]:
+        shape = Decode(q.dtype, num_seqs, query_len, num_heads, kv_lora_rank, dim - kv_lora_rank, cache.shape[1], max_seq_len)
+        if choose("mla_decode", DECODE, shape, self._absent_attention).library == FLASH_MLA and page_table.shape[1]:
             return self._flash_decode(q, cache, page_table, seq_lens, scale, plan)
         return self._triton_decode(q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale)
 

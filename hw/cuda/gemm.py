@@ -10,11 +10,13 @@ from types import ModuleType
 import torch
 import triton
 
+from hw.api import Matrix
 from hw.cuda.layout import ALIGN_ROWS, masked_rows, whole
+from hw.cuda.rules import CUTLASS, DEEP_GEMM, GROUPED, LINEAR, MASKED
 from hw.cuda.triton_grouped import grouped_kernel, quantize_kernel
 from hw.quant import QuantTensor, dequantize
+from hw.rules import Candidate, Product, choose
 
-_LARGE_WEIGHT = 1 << 20  # elements of an expert's matrix from which DeepGEMM's masked bf16 product is worth compiling
 _GROUPS = 8  # of 128 channels in one quantising program
 
 
@@ -23,11 +25,12 @@ class GemmOps:
 
     def __init__(self, deep_gemm: ModuleType | None):
         self._deep_gemm = deep_gemm
+        self._absent_products = frozenset({DEEP_GEMM}) if deep_gemm is None else frozenset()
 
     def linear(self, x, weight):
         if not isinstance(weight, QuantTensor):
             return torch.nn.functional.linear(x, weight)
-        if not self._fits(x, weight):
+        if self._library(LINEAR, x, weight) != DEEP_GEMM:
             return torch.nn.functional.linear(x, dequantize(weight, x.dtype))
         out = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
         if x.shape[0]:
@@ -46,38 +49,35 @@ class GemmOps:
         if not num_rows:
             return torch.empty((0, outer), dtype=x.dtype, device=x.device)
         if isinstance(weight, QuantTensor):
-            if self._fits(x, weight):
+            if self._library(GROUPED, x, weight) == DEEP_GEMM:
                 return self._deep_gemm_contiguous(x, weight, counts)
             weight = dequantize(weight, x.dtype)
-        if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and outer % 8 == 0:
+        if self._library(GROUPED, x, weight) == CUTLASS:
             ends = torch.tensor(counts).cumsum(0).int().to(x.device)
             return torch.nn.functional.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
         return _triton_contiguous(x, weight, counts)
 
     def grouped_linear_masked(self, x, weight, counts):
-        num_experts, capacity, inner = x.shape
+        num_experts, capacity = x.shape[:2]
         outer = weight.data.shape[1] if isinstance(weight, QuantTensor) else weight.shape[1]
         out = masked_rows(num_experts, capacity, outer, x)
         if not out.numel():
             return out
         if isinstance(weight, QuantTensor):
-            if self._fits(x, weight):
+            if self._library(MASKED, x, weight) == DEEP_GEMM:
                 pair = weight.data, weight.scale.float()
                 self._deep_gemm.m_grouped_fp8_gemm_nt_masked(quantize_masked(x, counts), pair, whole(out), counts.int(), capacity)
                 return out
             weight = dequantize(weight, x.dtype)
-        large = outer * inner >= _LARGE_WEIGHT and outer % 64 == 0 and inner % 64 == 0
-        if self._deep_gemm is not None and x.dtype == torch.bfloat16 and large:
+        if self._library(MASKED, x, weight) == DEEP_GEMM:
             self._deep_gemm.m_grouped_bf16_gemm_nt_masked(whole(x), weight, whole(out), counts.int(), capacity)
             return out
         _triton_masked(x, weight, counts, out)
         return out
 
-    def _fits(self, x: torch.Tensor, weight: QuantTensor) -> bool:
-        """Whether DeepGEMM takes this product."""
-        outer, inner = weight.data.shape[-2:]
-        aligned = inner % 128 == 0 and outer % 64 == 0
-        return self._deep_gemm is not None and x.dtype == torch.bfloat16 and weight.block == (128, 128) and aligned
+    def _library(self, candidates: tuple[Candidate, ...], x: torch.Tensor, weight: Matrix) -> str:
+        """Who does this product."""
+        return choose("product", candidates, Product.of(x.shape[-2], x.dtype, weight), self._absent_products).library
 
     def _deep_gemm_contiguous(self, x: torch.Tensor, weight: QuantTensor, counts: list[int]) -> torch.Tensor:
         """Quantising moves each expert's rows to a multiple of 128, where DeepGEMM wants them; the results come back together.

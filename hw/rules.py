@@ -1,0 +1,83 @@
+"""Who does what: a backend's choices between libraries and kernels, as tables that both its ops and `deepserve inspect` read.
+
+A table lists who could do an op, best first; the last one takes whatever is left. Each says why it does not take a shape:
+
+    LINEAR = (Candidate("DeepGEMM", deep_gemm_refuses), Candidate("cuBLAS", takes_all))
+    choose("linear", LINEAR, Product(...))    Provider("linear", "cuBLAS", "DeepGEMM: K 100 is no multiple of 128")
+
+No device is needed to ask.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hw.quant import QuantTensor
+
+
+@dataclass(frozen=True)
+class Product:
+    """Shape of `linear` (experts None), `grouped_linear` and `grouped_linear_masked`: `[rows, inner]` times `[(experts,) outer, inner]`."""
+
+    dtype: torch.dtype  # of the activations
+    rows: int  # in all; for the masked form the capacity of an expert
+    outer: int
+    inner: int
+    experts: int | None = None
+    block: tuple[int, int] | None = None  # of an FP8 weight; None: the weight is in `dtype`
+
+    @classmethod
+    def of(cls, rows: int, dtype: torch.dtype, weight: torch.Tensor | QuantTensor) -> "Product":
+        """That of `rows` rows in `dtype` with this weight."""
+        *experts, outer, inner = weight.shape
+        block = weight.block if isinstance(weight, QuantTensor) else None
+        return cls(dtype, rows, outer, inner, experts[0] if experts else None, block)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Shape of `mla_decode`."""
+
+    dtype: torch.dtype
+    num_seqs: int
+    query_len: int
+    num_heads: int
+    latent: int
+    rope: int
+    page_size: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One who could do an op. `refuses(shape)`: why not for this shape, in a few words; None: it takes the shape."""
+
+    library: str
+    refuses: Callable[[Any], str | None]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Who does an op for one shape, and why those who come before it in line do not."""
+
+    op: str
+    library: str
+    reason: str = ""
+    shape: str = field(default="", compare=False)  # for people
+
+
+def takes_all(shape: Any) -> None:
+    """The last candidate's answer."""
+
+
+def choose(op: str, candidates: tuple[Candidate, ...], shape: Any, absent: frozenset[str] = frozenset()) -> Provider:
+    """The first candidate that takes `shape`. `absent`: libraries to leave out."""
+    reasons = []
+    for candidate in candidates:
+        reason = "not there" if candidate.library in absent else candidate.refuses(shape)
+        if reason is None:
+            return Provider(op, candidate.library, "; ".join(reasons))
+        reasons.append(f"{candidate.library}: {reason}")
+    raise AssertionError(f"{op}: nobody takes {shape}: {reasons}")

@@ -1,0 +1,42 @@
+"""Who serves which shape on which backend; no GPU is asked."""
+
+import torch
+
+from hw.cuda.rules import CUBLAS, CUTLASS, DECODE, DEEP_GEMM, FLASH_MLA, GROUPED, LINEAR, MASKED, TRITON
+from hw.quant import QuantTensor, scale_shape
+from hw.rules import Decode, Product, Provider, choose
+
+BF16 = torch.bfloat16
+
+
+def fp8(*shape: int) -> QuantTensor:
+    scale = torch.empty(scale_shape(shape, (128, 128)), device="meta")
+    return QuantTensor(torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"), scale)
+
+
+def decode(latent: int = 512, dtype: torch.dtype = BF16) -> Decode:
+    return Decode(dtype, num_seqs=1, query_len=1, num_heads=16, latent=latent, rope=64, page_size=64, max_seq_len=100)
+
+
+def test_the_first_that_takes_a_shape_does_it_and_the_others_say_why_not():
+    assert choose("mla_decode", DECODE, decode()) == Provider("mla_decode", FLASH_MLA)
+    assert choose("mla_decode", DECODE, decode(64)) == Provider("mla_decode", TRITON, "FlashMLA: latent 64, it takes 512")
+    assert choose("mla_decode", DECODE, decode(dtype=torch.float32)).library == TRITON
+    assert choose("mla_decode", DECODE, decode(), absent=frozenset({FLASH_MLA})).reason == "FlashMLA: not there"
+
+
+def test_products():
+    for table, weight, dtype, expected in (
+        (LINEAR, fp8(2112, 7168), BF16, DEEP_GEMM),
+        (LINEAR, fp8(2112, 7168), torch.float32, CUBLAS),
+        (LINEAR, fp8(2100, 7168), BF16, CUBLAS),
+        (LINEAR, fp8(2112, 7100), BF16, CUBLAS),
+        (LINEAR, torch.empty(2112, 7168, device="meta"), BF16, CUBLAS),
+        (GROUPED, fp8(8, 4096, 7168), BF16, DEEP_GEMM),
+        (GROUPED, torch.empty(8, 2816, 2048, device="meta"), BF16, CUTLASS),
+        (GROUPED, torch.empty(8, 2816, 2044, device="meta"), BF16, TRITON),
+        (MASKED, torch.empty(8, 2816, 2048, device="meta"), BF16, DEEP_GEMM),
+        (MASKED, torch.empty(8, 64, 256, device="meta"), BF16, TRITON),
+        (MASKED, fp8(8, 64, 256), BF16, DEEP_GEMM),
+    ):
+        assert choose("product", table, Product.of(128, dtype, weight)).library == expected, (table, weight.shape)
