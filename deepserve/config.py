@@ -100,8 +100,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"on_rank_death must be one of {', '.join(RANK_DEATH_POLICIES)}, got {args.on_rank_death!r}")
         if not 0.0 < args.step_timeout_s < float("inf"):
             raise ValueError(f"step_timeout_s must be a number above 0, got {args.step_timeout_s}")
-        if args.graphs and args.data_parallel_size * args.tensor_parallel_size > 1:
-            raise ValueError("graphs of several ranks are not supported: their expert dispatch varies in size from step to step")
         parallel = ParallelConfig(dp=args.data_parallel_size, tp=args.tensor_parallel_size)
         return cls(
             args=args,

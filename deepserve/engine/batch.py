@@ -21,6 +21,12 @@ class Batch:
     draws: torch.Tensor | None  # [num_draws] int64, these indices for the entries that draw; None: every token draws, in order
 
 
+def known_tokens(plan: StepPlan, rows: Rows) -> np.ndarray:
+    """Tokens of the single-token entries, `[num_single]` int64; -1 for one that only the device has seen yet: its row's latest draw."""
+    entries = zip(plan.rows[: plan.num_single], plan.starts[: plan.num_single], strict=True)
+    return np.asarray([-1 if start >= rows.num_known[row] else rows.tokens[row][start] for row, start in entries], np.int64)
+
+
 def build_batch(plan: StepPlan, rows: Rows, drawn: torch.Tensor, page_size: int, runtime: Runtime) -> Batch:
     """Lay out a step's tokens as `mla.metadata` draws them.
 
@@ -35,17 +41,13 @@ def build_batch(plan: StepPlan, rows: Rows, drawn: torch.Tensor, page_size: int,
     positions = np.arange(ends[-1]) - (ends - counts - starts).repeat(counts)
     slots = rows.page_table[token_rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
     singles = plan.num_single
-    # A single token may be one that only the device has seen yet; what the host reads in its place does not matter.
-    unseen = np.flatnonzero(starts[:singles] >= rows.num_known[entry_rows[:singles]])
-    single_ids = [
-        0 if start >= rows.num_known[row] else rows.tokens[row][start]
-        for row, start in zip(plan.rows[:singles], plan.starts[:singles], strict=True)
-    ]
+    single_ids = known_tokens(plan, rows)
+    unseen = np.flatnonzero(single_ids < 0)
     chunks = [
         rows.tokens[row][start : start + count]
         for row, start, count in zip(plan.rows[singles:], plan.starts[singles:], plan.counts[singles:], strict=True)
     ]
-    tokens = np.concatenate((np.asarray(single_ids, np.int64), *chunks)).astype(np.int64)
+    tokens = np.concatenate((np.maximum(single_ids, 0), *chunks)).astype(np.int64)
 
     seq_lens = (starts + counts).astype(np.int32)
     max_pages = -(-int(seq_lens.max()) // page_size)

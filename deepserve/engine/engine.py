@@ -71,6 +71,7 @@ class Engine:
             max_num_seqs=args.max_num_seqs,
             max_model_len=config.max_model_len,
             num_captured=self._num_captured(),
+            max_dispatch_tokens=args.max_dispatch_tokens_per_rank,
         )
         seconds = time.perf_counter() - started
         logger.info("loaded %s as %s in %.1f s\n%s", config.model_path, model.dtype, seconds, self.memory.table())
@@ -78,8 +79,13 @@ class Engine:
     def _num_captured(self) -> int:
         """Most sequences of a captured decode step: those of a full batch, if their tokens fit the low-latency dispatch."""
         args = self.config.args
-        wanted = self.backend.runtime.captures and self.groups.ep.size == 1 if args.graphs is None else args.graphs
-        return min(args.max_num_seqs, args.max_dispatch_tokens_per_rank) if wanted else 0
+        wanted = self.backend.runtime.captures if args.graphs is None else args.graphs
+        return min(args.max_num_seqs, args.max_dispatch_tokens_per_rank * self.groups.tp.size) if wanted else 0
+
+    @property
+    def captures(self) -> bool:
+        """Whether decode steps are captured; alike on all ranks."""
+        return self.runner.graphs is not None
 
     @property
     def limits(self) -> Limits:

@@ -50,19 +50,24 @@ class Outcome:
         return not any(self.num_tokens) and not self.collect
 
 
-def expert_step(num_tokens: list[int], cap: int) -> ExpertStep:
-    """Low latency iff the tokens that each rank dispatches fit its cap."""
+def expert_step(num_tokens: list[int], cap: int, *, captured: bool = False) -> ExpertStep:
+    """Low latency iff the tokens that each rank dispatches fit its cap.
+
+    captured: some rank may replay its step. The dispatch inside has the size that was captured, so all have it.
+    """
     most = max(num_tokens)
-    return ExpertStep(ExpertMode.LOW_LATENCY if most <= cap else ExpertMode.THROUGHPUT, most)
+    if most > cap:
+        return ExpertStep(ExpertMode.THROUGHPUT, most)
+    return ExpertStep(ExpertMode.LOW_LATENCY, cap if captured else most)
 
 
 class Lockstep:
     """One rank's part. With a single rank a vote is a function call and parking is a poll."""
 
-    def __init__(self, groups: Groups, context: zmq.Context, max_dispatch_tokens_per_rank: int):
-        """Collective over all ranks of the instance: they exchange where to be woken."""
+    def __init__(self, groups: Groups, context: zmq.Context, max_dispatch_tokens_per_rank: int, *, captured: bool = False):
+        """Collective over all ranks of the instance: they exchange where to be woken. captured: see `expert_step`."""
         self.groups = groups
-        self._cap = max_dispatch_tokens_per_rank
+        self._cap, self._captured = max_dispatch_tokens_per_rank, captured
         self._num_parks = 0
         self.wakeups = context.socket(zmq.PULL)
         self.wakeups.setsockopt(zmq.LINGER, 0)
@@ -91,7 +96,8 @@ class Lockstep:
         collect = not any(num_tokens) and any(row[2] for row in leaders)
         assert any(num_tokens) or collect or not any(row[1] for row in leaders), "there is work that no step takes on"
         end = any(row[3] for row in leaders) or all(row[4] for row in leaders)
-        return Outcome(num_tokens, expert_step([-(-tokens // tp) for tokens in num_tokens], self._cap), collect, end)
+        step = expert_step([-(-tokens // tp) for tokens in num_tokens], self._cap, captured=self._captured)
+        return Outcome(num_tokens, step, collect, end)
 
     def park(self, poller: zmq.Poller) -> None:
         """Sleep until a message or a wake-up of this park comes in, or it is time to see whether the other ranks live.

@@ -87,7 +87,8 @@ class EngineLoop:
         self._dp_rank = engine.config.parallel.place(options.rank).dp
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._lockstep = Lockstep(engine.groups, context, engine.config.args.max_dispatch_tokens_per_rank)
+        cap = engine.config.args.max_dispatch_tokens_per_rank
+        self._lockstep = Lockstep(engine.groups, context, cap, captured=engine.captures)
         leads = engine.groups.is_leader
         self._sockets = [_connect(context, address) for address in options.frontends] if leads else []
         self._poller = zmq.Poller()

@@ -12,7 +12,7 @@ from deepserve.engine.rows import Rows
 from deepserve.engine.sampler import PROMPT_TILE, Sampler, Wanted
 from deepserve.engine.step import StepPlan, StepResult
 from deepserve.model.decoder import Decoder
-from hw.api import Backend, ExpertStep
+from hw.api import Backend, ExpertMode, ExpertStep
 
 
 class Runner:
@@ -28,8 +28,12 @@ class Runner:
         max_num_seqs: int,
         max_model_len: int,
         num_captured: int = 0,
+        max_dispatch_tokens: int = 0,
     ):
-        """num_captured: most sequences of a decode step that is captured and replayed; 0: none."""
+        """num_captured: most sequences of a decode step that is captured and replayed; 0: none.
+
+        max_dispatch_tokens: most tokens that a rank brings to experts in such a step.
+        """
         self.model, self.backend, self.page_size = model, backend, page_size
         runtime = backend.runtime
         spec = model.cache_spec()
@@ -42,7 +46,10 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if num_captured:
             with torch.inference_mode():
-                self.graphs = DecodeGraphs(model, backend, self.caches, largest=num_captured, max_model_len=max_model_len)
+                self.graphs = DecodeGraphs(
+                    model, backend, self.caches, self.sampler.drawn,
+                    largest=num_captured, max_model_len=max_model_len, max_dispatch_tokens=max_dispatch_tokens,
+                )  # fmt: skip
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, step: ExpertStep) -> "Launched":
@@ -51,18 +58,20 @@ class Runner:
         All ranks of a TP group call it with the same plan and get the same tokens; log-probabilities are rank 0's.
         """
         self.sampler.forget(self.rows.update(plan))
-        batch = build_batch(plan, self.rows, self.sampler.drawn, self.page_size, self.backend.runtime)
         rows = [plan.rows[i] for i in plan.draws]
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draws]
         prompt_logprobs: dict[int, list[Wanted]] = {}
         if self.graphs is not None and self.graphs.fits(plan, step):
-            logits = self.graphs.run(batch)
+            replayed = self.graphs.run(plan, self.rows)
+            tokens, logprobs = replayed.tokens, None
+            if not self.sampler.draws_plainly(rows):  # then the draw inside the graph was for nothing
+                tokens, logprobs = self._draw(replayed.logits, rows, positions, replayed.token_ids)
         else:
+            batch = build_batch(plan, self.rows, self.sampler.drawn, self.page_size, self.backend.runtime)
             hidden = self.model.forward(batch.token_ids, batch.meta, self.caches, step)
             prompt_logprobs = {i: self._prompt_logprobs(plan, i, hidden, int(batch.ends[i])) for i in plan.prompt_logprobs}
-            drawing = hidden if batch.draws is None else hidden[batch.draws]
-            logits = self.model.logits(drawing) if plan.draws else None
-        tokens, logprobs = self._draw(logits, rows, positions)
+            drawing, latest = (x if batch.draws is None else x[batch.draws] for x in (hidden, batch.token_ids))
+            tokens, logprobs = self._draw(self.model.logits(drawing) if rows else None, rows, positions, latest)
         wanted = [*([logprobs] if logprobs else []), *(tile for tiles in prompt_logprobs.values() for tile in tiles)]
         fetch = self.backend.runtime.download([tokens, *(tensor for one in wanted for tensor in one.tensors)])
         return Launched(plan, rows, self.rows.num_fills[rows].tolist(), positions, logprobs, prompt_logprobs, fetch)
@@ -93,17 +102,25 @@ class Runner:
     @torch.inference_mode()
     def idle(self, step: ExpertStep) -> None:
         """Take part in a step without tokens of our own."""
-        self.model.idle(step)
+        if self.graphs is not None and step.mode is ExpertMode.LOW_LATENCY:
+            self.graphs.idle()
+        else:
+            self.model.idle(step)
 
-    def _draw(self, logits: torch.Tensor | None, row_ids: list[int], positions: list[int]) -> tuple[torch.Tensor, Wanted | None]:
-        """Rank 0 of the TP group, which has the logits, samples and tells the others. logits `[R, vocab]` fp32, tokens `[R]` int64."""
+    def _draw(
+        self, logits: torch.Tensor | None, row_ids: list[int], positions: list[int], latest: torch.Tensor
+    ) -> tuple[torch.Tensor, Wanted | None]:
+        """Rank 0 of the TP group, which has the logits, samples and tells the others.
+
+        logits `[R, vocab]` fp32; latest, the tokens before the drawn ones, and tokens: `[R]` int64.
+        """
         if not row_ids:
             return self.sampler.drawn[:0], None
         if logits is None:
             tokens = self.backend.tp.broadcast(torch.empty(len(row_ids), dtype=torch.int64, device=self.sampler.drawn.device))
             self.sampler.note(row_ids, tokens)
             return tokens, None
-        tokens, logprobs = self.sampler.draw(logits, row_ids, positions)
+        tokens, logprobs = self.sampler.draw(logits, row_ids, positions, latest)
         return self.backend.tp.broadcast(tokens), logprobs
 
     def _prompt_logprobs(self, plan: StepPlan, entry: int, hidden: torch.Tensor, end: int) -> list[Wanted]:

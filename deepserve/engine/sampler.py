@@ -41,7 +41,8 @@ class Sampler:
     def __init__(self, ops: Ops, rows: Rows, vocab_size: int, runtime: Runtime):
         self.ops, self.rows, self.vocab_size, self._runtime = ops, rows, vocab_size, runtime
         self.device = device = runtime.device
-        self.drawn = torch.zeros(rows.page_table.shape[0], dtype=torch.int64, device=device)  # [num_rows] latest token of each row
+        # [num_rows + 1] latest token of each row, and a place for what rows without a sequence draw
+        self.drawn = torch.zeros(rows.page_table.shape[0] + 1, dtype=torch.int64, device=device)
         self._seen: dict[int, _Seen] = {}
 
     def forget(self, filled: list[int]) -> None:
@@ -49,16 +50,24 @@ class Sampler:
         for row in filled:
             self._seen.pop(row, None)
 
-    def draw(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> tuple[torch.Tensor, "Wanted | None"]:
+    def draws_plainly(self, row_ids: list[int]) -> bool:
+        """Whether temperature, filters and seed say all about these rows' draws, and nobody wants log-probabilities."""
+        rows = self.rows
+        return all(some.isdisjoint(row_ids) for some in (rows.penalized, rows.biased, rows.min_length, rows.with_logprobs))
+
+    def draw(
+        self, logits: torch.Tensor, row_ids: list[int], positions: list[int], latest: torch.Tensor
+    ) -> tuple[torch.Tensor, "Wanted | None"]:
         """logits `[R, V]` fp32, changed in place; positions are where the drawn tokens will stand.
 
+        latest `[R]` int64: the tokens right before them, which the host may not have seen.
         Returns tokens `[R]` int64 and the log-probabilities that were asked for, all still on the device.
         """
         rows = self.rows
         wanted = [i for i, row in enumerate(row_ids) if row in rows.with_logprobs] if rows.with_logprobs else []
         wanted_idx = self._ids(wanted) if wanted else None
         raw = logits[wanted_idx] if wanted_idx is not None else None  # a copy
-        self._penalize(logits, row_ids, positions)
+        self._penalize(logits, row_ids, positions, latest)
         self._bias(logits, row_ids, positions)
         tokens = self.ops.sample(logits, self._inputs(row_ids, positions))
         self.note(row_ids, tokens)
@@ -95,12 +104,12 @@ class Sampler:
             any_filtered=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
         )
 
-    def _penalize(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> None:
+    def _penalize(self, logits: torch.Tensor, row_ids: list[int], positions: list[int], latest: torch.Tensor) -> None:
         picked = [i for i, row in enumerate(row_ids) if row in self.rows.penalized] if self.rows.penalized else []
         if not picked:
             return
         seen = [self._seen_of(row_ids[i], positions[i]) for i in picked]
-        seen_counts = [self._counts(s, row_ids[i], positions[i]) for s, i in zip(seen, picked, strict=True)]
+        seen_counts = [self._counts(s, positions[i], latest[i : i + 1]) for s, i in zip(seen, picked, strict=True)]
         params = [self.rows.params[row_ids[i]] for i in picked]
 
         def column(values: list[float]) -> torch.Tensor:
@@ -123,12 +132,12 @@ class Sampler:
         self._seen[row].move_to(tokens, min(position, int(self.rows.num_known[row])))
         return self._seen[row]
 
-    def _counts(self, seen: _Seen, row: int, position: int) -> torch.Tensor:
+    def _counts(self, seen: _Seen, position: int, latest: torch.Tensor) -> torch.Tensor:
         """Times that each token was generated before `position`, the latest one included even if only the device has seen it."""
         if seen.upto == position:
             return seen.counts
         assert seen.upto == position - 1, "two tokens of a row are unseen"
-        return seen.counts.index_add(0, self.drawn[row : row + 1], torch.ones(1, device=self.device))
+        return seen.counts.index_add(0, latest, torch.ones(1, device=self.device))
 
     def _bias(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> None:
         """Logit bias, then the ban on end tokens before min_tokens."""

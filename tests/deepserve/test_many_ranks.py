@@ -24,18 +24,22 @@ CASES = json.loads((SHIPPED_FOLDER / "expected.json").read_text())["cases"]
 MIN_MARGIN = 1e-3  # a choice that is closer may differ between numerics; what follows is not compared
 TOLERANCE = 1e-3  # of a log-probability
 
+# Ranks replay graphs of different sizes, run prefill beside them, and idle, all with one size of the dispatch.
+CAPTURED = {"graphs": True, "async_scheduling": True, "max_num_seqs": 12, "max_dispatch_tokens_per_rank": 12}
 # Every layout with some of: prompts cut into chunks, prefixes found, too few pages.
 LAYOUTS = {
     "dp2": {"data_parallel_size": 2, "max_num_batched_tokens": 40},
     "dp3": {"data_parallel_size": 3, "enable_prefix_caching": False, "num_pages": 3},
     "tp2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, "num_pages": 14},
     "tp2 dp2": {"tensor_parallel_size": 2, "data_parallel_size": 2, "num_pages": 4},
+    "tp2 captured": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, **CAPTURED},
 }
 # 32 experts over 3 ranks: 11 slots each, the spare one holds a replica; 4 redundant ones put most experts elsewhere.
 INVARIANT_LAYOUTS = {
     "one rank": {},
     "dp2": {"data_parallel_size": 2, "max_num_batched_tokens": 48},
     "dp3": {"data_parallel_size": 3, "max_num_seqs": 3},
+    "dp2 captured": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **CAPTURED},
     "dp3 with replicas": {"data_parallel_size": 3, "num_redundant_experts": 4, "long_prefill_token_threshold": 30},
 }
 
@@ -132,6 +136,26 @@ def test_batch_invariant_results_are_bitwise_the_same_at_any_layout(invariant_an
             assert one == other, f"{kind} of prompt {number}"
     num_seeded = len(CASES)
     assert len({str(tokens) for tokens in alone["tokens"][num_seeded:]}) > 10, "seeds make little difference; the test shows little"
+
+
+@pytest.mark.parametrize(("layout", "options"), [("tp2 captured", LAYOUTS), ("dp2 captured", INVARIANT_LAYOUTS)])
+def test_captured_steps_of_several_ranks_draw_inside(llm_of: Callable[..., LLM], layout: str, options: dict):
+    """Without log-probabilities nothing is left to do behind a graph. Sequences end apart, so that ranks differ in size and idle."""
+    options = options[layout] | ({"batch_invariant": True} if "dp2" in layout else {})
+    prompts = [case["prompt_ids"] for case in CASES]
+    lengths = [1 + 5 * i % 31 for i in range(len(CASES))]
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
+    for case, length, output in zip(CASES, lengths, generate(llm_of(**options), prompts, params), strict=True):
+        clear = next((i for i, margin in enumerate(case["margin"][:length]) if margin < MIN_MARGIN), length)
+        assert output.outputs[0].token_ids[:clear] == case["output_ids"][:clear], case["name"]
+
+
+def test_seeded_draws_inside_captured_steps_are_those_of_one_rank(llm_of: Callable[..., LLM], invariant_answers: Callable[[str], dict]):
+    llm = llm_of(batch_invariant=True, **INVARIANT_LAYOUTS["dp2 captured"])
+    params = [SamplingParams(temperature=1.3, top_p=0.95, n=2, seed=i, max_tokens=8) for i in range(len(CASES))]
+    outputs = generate(llm, [case["prompt_ids"] for case in CASES], params)
+    found = [[s.token_ids for s in output.outputs] for output in outputs]
+    assert found == invariant_answers("one rank")["tokens"][len(CASES) :]
 
 
 # -- ranks with nothing or too much to do --

@@ -1,11 +1,10 @@
 """Captured decode steps. On a CPU a capture repeats the work itself, on the same buffers; what is tested here is what goes into them."""
 
 import pytest
+import torch
 
-from deepserve.config import EngineArgs
-from deepserve.engine.engine import resolve
-from deepserve.engine.graphs import graph_sizes
-from tests.deepserve.engine.driving import Driver, Request, make_engine, minimal_folder
+from deepserve.engine.graphs import FIELDS, Layout, graph_sizes
+from tests.deepserve.engine.driving import Driver, Request, make_engine, minimal_folder, run_together
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -69,6 +68,86 @@ def test_rows_left_over_touch_nothing(driver):
     driver.finish()
 
 
-def test_several_ranks_are_refused():
-    with pytest.raises(ValueError, match="graphs of several ranks"):
-        resolve(EngineArgs(graphs=True, data_parallel_size=2))
+PLAIN = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 0.8, "min_p": 0.05, "n": 2},
+    {"temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+]
+# What is worked out behind the graph, from its logits.
+BEHIND = [
+    {"temperature": 1.0, "presence_penalty": 1.0},
+    {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "logit_bias": {5: 4.0, 30: -50.0}},
+    {"temperature": 1.0, "min_tokens": 12, "ignore_eos": False},
+    {"temperature": 0.7, "top_k": 20, "logprobs": 3},
+]
+ARGS = {"load_format": "dummy", "batch_invariant": True, "max_num_seqs": 9, "max_num_batched_tokens": 32}
+
+
+def requests_of(settings: list[dict]) -> list[Request]:
+    lengths = [1, 2, 17, 63, 64, 65, 30, 5]
+    common = {"max_tokens": 14, "ignore_eos": True}
+    return [
+        Request([3 + (i * 7 + j * j) % 60 for j in range(length)], {**common, "seed": i, **settings[i % len(settings)]})
+        for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("settings", [PLAIN, BEHIND, PLAIN + BEHIND, BEHIND + PLAIN], ids=["plain", "behind", "mixed", "mixed too"])
+def test_draws_are_those_of_steps_that_are_not_captured(tmp_path, settings, asynchronous):
+    args = {"model": minimal_folder(tmp_path), "async_scheduling": asynchronous, **ARGS}
+    requests = requests_of(settings)
+    expected = run_together(make_engine(**args), requests)
+    assert len({str(story.tokens) for story in expected}) == len(expected)
+    assert run_together(make_engine(graphs=True, **args), requests) == expected
+    for disturb in (Driver.preempt, Driver.discard) if not asynchronous else (Driver.preempt,):
+        assert run_together(make_engine(graphs=True, **args), requests, disturb) == expected
+
+
+def draws_outside(driver: Driver) -> list[int]:
+    """How many rows each draw outside a graph has."""
+    runner, found = driver.engine.runner, []
+    draw = runner._draw
+    runner._draw = lambda logits, rows, *rest: (found.append(len(rows)), draw(logits, rows, *rest))[1]
+    return found
+
+
+def test_plain_rows_draw_inside_the_graph(driver):
+    replayed, outside = spy(driver), draws_outside(driver)
+    for i in range(3):
+        driver.submit(f"r{i}", Request([3 + i] * 4, {**PLAIN[1 + i], "max_tokens": 6, "ignore_eos": True}))
+    driver.finish()
+    assert outside == [3] and replayed == [4] * 5, "prefill draws outside"
+
+
+def test_a_row_that_needs_more_takes_its_step_behind_the_graph(driver):
+    replayed, outside = spy(driver), draws_outside(driver)
+    driver.submit("plain", Request([3] * 4, {"max_tokens": 6, "ignore_eos": True}))
+    driver.submit("biased", Request([4] * 4, {"max_tokens": 3, "ignore_eos": True, "logit_bias": {7: 3.0}}))
+    driver.finish()
+    assert outside == [2, 2, 2] and replayed == [2, 2, 1, 1, 1]
+
+
+def test_the_next_step_begins_with_the_draw_of_the_last_wherever_it_was_made(tmp_path):
+    """The graph of step n + 1 is launched before the host knows what step n drew, inside a graph or behind it."""
+    engine = make_engine(model=minimal_folder(tmp_path), graphs=True, async_scheduling=True, **ARGS)
+    told = Layout(1).device(engine.runner.graphs._packed)["token_ids"]
+    for settings in (PLAIN[1], BEHIND[0]):
+        told.zero_()
+        run_together(engine, [Request([5] * 3, {**settings, "seed": 0, "max_tokens": 6, "ignore_eos": True})])
+        assert told.tolist() == [-1], "the host did not know it"
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_fields_are_packed_apart_and_aligned(size):
+    layout = Layout(size)
+    packed = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    host, device = layout.host(packed.numpy()), layout.device(packed)
+    for i, name in enumerate(FIELDS):
+        host[name][:] = i + 1
+    for i, name in enumerate(FIELDS):
+        assert device[name].tolist() == [i + 1] * size and device[name].storage_offset() * device[name].itemsize % 16 == 0

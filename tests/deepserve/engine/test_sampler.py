@@ -38,8 +38,8 @@ def fill(sampler: Sampler, row: int, *, prompt=PROMPT, generated=(), ends=(), se
 
 
 def draw(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]):
-    """Tokens, and log-probabilities by index into `rows`, as the host gets them."""
-    tokens, wanted = sampler.draw(logits, rows, positions)
+    """Tokens, and log-probabilities by index into `rows`, as the host gets them. What was drawn last stands right before."""
+    tokens, wanted = sampler.draw(logits, rows, positions, sampler.drawn[rows])
     return tokens.tolist(), {} if wanted is None else wanted.unpack(wanted.tensors)
 
 
