@@ -3,6 +3,8 @@
 The grids hold shapes only, so that every backend and the benches read the same ones; drawing data is the test's work.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,18 @@ def available_backends() -> list[str]:
     if torch.accelerator.is_available():
         present.add(torch.accelerator.current_accelerator().type)
     return [name for name in select.NAMES if name in present]
+
+
+@contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """Raises RuntimeError where torch itself would wait for the device; waits on events, and inside other libraries, pass."""
+    if device.type != "cuda":
+        raise NotImplementedError(f"torch has no guard against waiting for {device.type}")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:

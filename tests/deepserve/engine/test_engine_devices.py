@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from deepserve.engine.engine import Engine, resolve
-from hw.testing import available_backends
-from tests.deepserve.engine.driving import MINIMAL, Request, golden_cases, make_engine, run_alone, run_together
+from hw.testing import available_backends, no_waiting
+from tests.deepserve.engine.driving import MINIMAL, Driver, Request, golden_cases, make_engine, run_alone, run_together
 from tests.deepserve.engine.test_engine import check_case, golden_requests
 from tests.deepserve.same_tokens.engine_run import compare, engine_args, run_case
 from tests.deepserve.same_tokens.find_prompts import DATA
@@ -163,3 +163,51 @@ def test_layers_of_v3_widths_in_bf16(device: str, tmp_path):
     mean, p99 = sum(errors) / len(errors), sorted(errors)[len(errors) * 99 // 100]
     print(f"{len(errors)} log-probabilities, {num_compared} generated: mean {mean:.4f}, 99 % below {p99:.4f}")
     assert num_compared >= 20 and mean < 0.02 and p99 < 0.1, (num_compared, mean, p99)
+
+
+SETTINGS = {
+    "greedy": [{"temperature": 0.0}],
+    "sampled": [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}, {"min_p": 0.05}],
+    "logprobs": [{"temperature": 1.0, "logprobs": 3}, {}],
+    "penalties": [{"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}, {}],
+    "bias": [{"logit_bias": {7: 2.0, 9: -1.0}, "min_tokens": 50}, {}],
+}
+
+
+def steady(settings: list[dict], **args) -> Driver:
+    """An asynchronous engine with captured steps, in the middle of decoding five sequences."""
+    driver = Driver(make_engine(max_model_len=256, num_pages=20, **args))
+    assert driver.engine.asynchronous and driver.engine.runner.graphs is not None
+    for i in range(5):
+        params = {"max_tokens": 100, "ignore_eos": True, "seed": i, **settings[i % len(settings)]}
+        driver.submit(f"r{i}", Request([3 + i] * (1 + 25 * i), params))
+    for _ in range(6):
+        driver.step()
+    assert len(driver.engine.scheduler.running) == 5 and driver.engine.has_launched
+    return driver
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("device", DEVICES)
+def test_decode_steps_wait_for_nothing(device: str, settings: list[dict]):
+    driver = steady(settings, device=device, dtype="bfloat16")
+    with no_waiting(driver.engine.backend.runtime.device):
+        for _ in range(70):  # long enough for every sequence to take another page
+            driver.step()
+    assert all(len(story.tokens) > 70 for story in driver.stories.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_wait_in_a_decode_step_is_found(device: str):
+    driver = steady(SETTINGS["greedy"], device=device)
+    runtime = driver.engine.backend.runtime
+    upload = runtime.upload
+
+    def hasty(array):
+        result = upload(array)
+        result.sum().item()
+        return result
+
+    runtime.upload = hasty
+    with no_waiting(runtime.device), pytest.raises(RuntimeError, match="synchron"):
+        driver.step()
