@@ -39,7 +39,7 @@ MaxModelLen = Annotated[
     int | None,
     _option("--max-model-len", "--context-length", help="Longest prompt with answer; default: the model's.", panel=_MODEL),
 ]
-Device = Annotated[str, _option("--device", help="Backend: cpu.", panel=_ENGINE)]
+Device = Annotated[str, _option("--device", help="Backend: cpu or cuda.", panel=_ENGINE)]
 Tp = Annotated[int, _option("--tensor-parallel-size", "--tp", "-tp", help="Ranks that share each attention layer.", panel=_ENGINE)]
 Dp = Annotated[int, _option("--data-parallel-size", "--dp", "-dp", help="Replicas of attention; experts spread over all.", panel=_ENGINE)]
 Redundant = Annotated[int, _option("--num-redundant-experts", help="Expert replicas beyond one copy of each.", panel=_ENGINE)]

@@ -14,8 +14,11 @@ from deepserve.engine.memory import MemoryBudget, plan_memory
 from deepserve.model.config import ModelConfig
 from deepserve.model.decoder import Decoder
 from deepserve.model.hub import resolve_model
-from hw.api import Backend
-from hw.select import open_backend
+from deepserve.model.products import products
+from hw.api import Backend, Unsupported
+from hw.cache_spec import CacheSpec
+from hw.rules import Decode, Facts, ModelShapes, Provider
+from hw.select import backend_facts, open_backend
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -50,32 +53,51 @@ class Report:
     ranks: list[RankPlan]
     budget: MemoryBudget | None
     refusals: list[str]
+    providers: list[Provider]  # who does each op
 
 
 def inspect_model(args: EngineArgs) -> Report:
     """Raises ValueError for a model or flags that no machine could run; what does not fit this one is a refusal in the report."""
     folder = resolve_model(args.model, args.revision, with_weights=False)
     config = EngineConfig.resolve(args, str(folder), ModelConfig.from_folder(folder))
-    backend = open_backend(args.device, batch_invariant=args.batch_invariant)
-    dtype = backend.runtime.compute_dtype(config.model.dtype) if args.dtype == "auto" else args.dtype
-    models = [_build(config, backend, dtype, rank) for rank in range(config.parallel.num_ranks)]
+    facts = backend_facts(args.device)
+    dtype = facts.compute_dtype(config.model.dtype) if args.dtype == "auto" else args.dtype
+    # Without storage no device is needed, so any backend will do to build with.
+    models = [_build(config, open_backend("cpu"), facts, dtype, rank) for rank in range(config.parallel.num_ranks)]
     ranks = [_rank_plan(config, rank, model) for rank, model in enumerate(models)]
     spec = models[0].cache_spec()
-    budget, refusals = None, []
-    # Ranks of a CPU machine share its memory, as they will when they start.
-    weight_bytes = sum(rank.weight_bytes for rank in ranks)
-    free_bytes = backend.runtime.memory().free_bytes
+    budget, refusals = _budget(config, spec, ranks)
+    return Report(config, dtype, spec.bytes_per_token, ranks, budget, refusals, facts.providers(_shapes(config, models[0])))
+
+
+def _budget(config: EngineConfig, spec: CacheSpec, ranks: list[RankPlan]) -> tuple[MemoryBudget | None, list[str]]:
+    """The pages that fit this machine's device, or why none do."""
+    args = config.args
+    try:
+        runtime = open_backend(args.device, batch_invariant=args.batch_invariant).runtime
+    except Unsupported as error:
+        return None, [str(error)]
+    # What ranks of this machine share (of a CPU: its memory) they share when they start, too.
+    sharing = runtime.num_sharing(len(ranks))
+    weight_bytes = sum(rank.weight_bytes for rank in ranks[:sharing])
+    free_bytes = runtime.memory().free_bytes
     if weight_bytes > free_bytes:
-        refusals.append(f"the weights of all ranks take {size(weight_bytes)}, but {size(free_bytes)} of memory are free")
-    else:
-        try:
-            budget = plan_memory(config, spec, backend.runtime, ranks[0].weight_bytes, reserved_bytes=weight_bytes)
-        except ValueError as error:
-            refusals.append(str(error))
-    return Report(config, dtype, spec.bytes_per_token, ranks, budget, refusals)
+        whose = "all ranks" if sharing == len(ranks) else "a rank"
+        return None, [f"the weights of {whose} take {size(weight_bytes)}, but {size(free_bytes)} of memory are free"]
+    try:
+        return plan_memory(config, spec, runtime, ranks[0].weight_bytes, reserved_bytes=weight_bytes), []
+    except ValueError as error:
+        return None, [str(error)]
 
 
-def _build(config: EngineConfig, backend: Backend, dtype: str, rank: int) -> Decoder:
+def _shapes(config: EngineConfig, model: Decoder) -> ModelShapes:
+    mla = config.model.mla
+    heads = mla.num_heads // config.parallel.tp
+    decode = Decode(model.dtype, 1, 1, heads, mla.kv_lora_rank, mla.qk_rope_head_dim, config.page_size, config.max_model_len)
+    return ModelShapes(model.dtype, decode, products(model), config.parallel.num_ranks)
+
+
+def _build(config: EngineConfig, backend: Backend, facts: Facts, dtype: str, rank: int) -> Decoder:
     """One rank's model without storage."""
     place = Place(config.parallel.place(rank).tp, config.parallel.tp)
     return Decoder(
@@ -86,7 +108,7 @@ def _build(config: EngineConfig, backend: Backend, dtype: str, rank: int) -> Dec
         rank=rank,
         max_model_len=1,
         num_redundant_experts=config.eplb.num_redundant_experts,
-        keep_fp8=config.args.weight_format == "fp8" or (config.args.weight_format == "auto" and backend.keeps_fp8),
+        keep_fp8=config.args.weight_format == "fp8" or (config.args.weight_format == "auto" and facts.keeps_fp8),
         device=torch.device("meta"),
     )
 
@@ -125,8 +147,17 @@ def show(report: Report, console: Console) -> None:
         pages = report.budget.num_pages
         console.print(f"pages of each rank: {pages:,} of {config.page_size} tokens, {pages * config.page_size:,} tokens in all")
         console.print(report.budget.table(), highlight=False)
+    console.print(_provider_table(report))
     for refusal in report.refusals:
         console.print(f"does not fit this machine: {refusal}", style="red", highlight=False)
+
+
+def _provider_table(report: Report) -> Table:
+    """Who does each op on this device."""
+    table = Table("op", "for", "done by", "and not by", title=f"who computes on {report.config.args.device}", title_justify="left")
+    for provider in report.providers:
+        table.add_row(provider.op, provider.shape, provider.library, provider.reason)
+    return table
 
 
 def size(num_bytes: float) -> str:

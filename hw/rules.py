@@ -8,8 +8,8 @@ A table lists who could do an op, best first; the last one takes whatever is lef
 No device is needed to ask.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,3 +81,40 @@ def choose(op: str, candidates: tuple[Candidate, ...], shape: Any, absent: froze
             return Provider(op, candidate.library, "; ".join(reasons))
         reasons.append(f"{candidate.library}: {reason}")
     raise AssertionError(f"{op}: nobody takes {shape}: {reasons}")
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """What a backend is asked about: the shapes of one rank's part of a model."""
+
+    dtype: torch.dtype  # of activations
+    decode: Decode  # of one sequence
+    products: dict[str, torch.Tensor | QuantTensor]  # by role, `[N, K]` or `[E, N, K]`; meta tensors will do
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a backend decides without its device."""
+
+    keeps_fp8: bool  # see `hw.api.Backend`
+    compute_dtype: Callable[[str], str]  # see `hw.api.Runtime`
+    providers: Callable[[ModelShapes], list[Provider]]  # of every op
+
+
+# Row counts at which tables are asked; a choice may change between any two.
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+
+
+def by_rows(ask: Callable[[int], Provider], label: str) -> Iterator[Provider]:
+    """One answer for each run of `ROW_COUNTS` that have the same one."""
+    runs: list[tuple[Provider, int, int]] = []
+    for rows in ROW_COUNTS:
+        provider = ask(rows)
+        if runs and runs[-1][0] == provider:
+            runs[-1] = (provider, runs[-1][1], rows)
+        else:
+            runs.append((provider, rows, rows))
+    for provider, first, last in runs:
+        many = "" if len(runs) == 1 else f", {first} rows or more" if last == ROW_COUNTS[-1] else f", {first} to {last} rows"
+        yield replace(provider, shape=label + many)

@@ -2,6 +2,7 @@
 
 from hw.api import Backend
 from hw.groups import Groups, open_groups
+from hw.rules import Facts
 from hw.topology import ParallelConfig
 
 NAMES = ("cpu", "cuda")
@@ -33,4 +34,21 @@ def open_backend(
         from hw.cuda.backend import open_cuda
 
         return open_cuda(groups, **options)
-    raise ValueError(f"unknown device {name!r}, known are: {', '.join(NAMES)}")
+    raise ValueError(_unknown(name))
+
+
+def backend_facts(name: str) -> Facts:
+    """What a backend decides whether or not its device is here. Raises ValueError for an unknown name."""
+    if name == "cpu":
+        from hw.cpu.rules import FACTS
+
+        return FACTS
+    if name == "cuda":
+        from hw.cuda.rules import FACTS
+
+        return FACTS
+    raise ValueError(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    return f"unknown device {name!r}, known are: {', '.join(NAMES)}"

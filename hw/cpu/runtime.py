@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from hw.api import MemoryInfo, T
+from hw.cpu.rules import FACTS
 
 # Pages beyond this must be asked for: a CPU machine usually has other tenants.
 DEFAULT_CACHE_BYTES = 4 << 30
@@ -39,9 +40,7 @@ class CpuRuntime:
         return num_ranks
 
     def compute_dtype(self, checkpoint_dtype: str) -> str:
-        # Without native bf16 instructions a bf16 product is emulated and slower than fp32.
-        native = torch.backends.cpu.get_cpu_capability() == "AVX512" and "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-        return "bfloat16" if native and checkpoint_dtype != "float32" else "float32"
+        return FACTS.compute_dtype(checkpoint_dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # numpy asks the kernel for zero pages, which cost nothing until touched; torch writes them all.

@@ -5,6 +5,7 @@ import torch
 from hw.api import Backend, Unsupported
 from hw.cuda.expert_comm import LocalExpertComm
 from hw.cuda.ops import CudaOps
+from hw.cuda.rules import FACTS
 from hw.cuda.runtime import CudaRuntime
 from hw.groups import Groups
 
@@ -34,7 +35,7 @@ def open_cuda(groups: Groups, *, batch_invariant: bool, max_dispatch_tokens_per_
         runtime=CudaRuntime(torch.device("cuda", torch.cuda.current_device())),
         expert_comm=LocalExpertComm(max_dispatch_tokens_per_rank),
         tp=groups.tp,
-        keeps_fp8=True,
+        keeps_fp8=FACTS.keeps_fp8,
     )
 
 

@@ -3,9 +3,11 @@
 "Triton" is a kernel of ours. The composites of FP8 products dequantise the weight first; their name says what they do then.
 """
 
+from dataclasses import replace
+
 import torch
 
-from hw.rules import Candidate, Decode, Product, takes_all
+from hw.rules import Candidate, Decode, Facts, ModelShapes, Product, Provider, by_rows, choose, takes_all
 
 FLASH_MLA, DEEP_GEMM, TRITON, CUBLAS, CUTLASS = "FlashMLA", "DeepGEMM", "Triton", "cuBLAS", "CUTLASS"
 
@@ -64,3 +66,49 @@ DECODE = (Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
 LINEAR = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUBLAS, takes_all))
 GROUPED = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUTLASS, _cutlass_grouped), Candidate(TRITON, takes_all))
 MASKED = (Candidate(DEEP_GEMM, _deep_gemm_masked), Candidate(TRITON, takes_all))
+# Who takes block-FP8 weights as they are.
+TAKES_FP8 = frozenset({DEEP_GEMM})
+# Ops that one does whatever the shape.
+FIXED = {
+    "rms_norm, add_rms_norm, rope, silu_mul": TRITON,
+    "latent_write, latent_gather": TRITON,
+    "mla_prefill, merge_attention": TRITON,
+    "gate_topk": TRITON,
+    "dispatch, combine": TRITON,
+    "sample, penalize": TRITON,
+    "logprobs": "torch",
+}
+
+
+def compute_dtype(checkpoint_dtype: str) -> str:
+    return "float32" if checkpoint_dtype == "float32" else "bfloat16"
+
+
+def product_provider(op: str, candidates: tuple[Candidate, ...], shape: Product) -> Provider:
+    """Who does it; where nobody takes the FP8 weight, who does it once that is dequantised."""
+    provider = choose(op, candidates, shape)
+    if shape.block is None or provider.library in TAKES_FP8:
+        return provider
+    library = choose(op, candidates, replace(shape, block=None)).library
+    return replace(provider, library=f"dequantised, then {library}")
+
+
+def providers(model: ModelShapes) -> list[Provider]:
+    """Every op of `hw.api` for this model, and why others do not do it."""
+    d = model.decode
+    found = list(
+        by_rows(
+            lambda num: choose("mla_decode", DECODE, replace(d, num_seqs=num)), f"{d.num_heads} heads, latent {d.latent} + rope {d.rope}"
+        )
+    )
+    for role, weight in model.products.items():
+        label = f"{role} {' x '.join(map(str, weight.shape))}"
+        tables = (("linear", LINEAR),) if len(weight.shape) == 2 else (("grouped_linear", GROUPED), ("grouped_linear_masked", MASKED))
+        for op, table in tables:
+            found += by_rows(
+                lambda rows, op=op, table=table, weight=weight: product_provider(op, table, Product.of(rows, model.dtype, weight)), label
+            )
+    return found + [Provider(op, library, shape="all") for op, library in FIXED.items()]
+
+
+FACTS = Facts(keeps_fp8=True, compute_dtype=compute_dtype, providers=providers)

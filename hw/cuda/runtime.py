@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from hw.api import MemoryInfo, T
+from hw.cuda.rules import FACTS
 
 
 class CudaRuntime:
@@ -31,7 +32,7 @@ class CudaRuntime:
         return 1  # each rank has a GPU of its own
 
     def compute_dtype(self, checkpoint_dtype: str) -> str:
-        return "float32" if checkpoint_dtype == "float32" else "bfloat16"
+        return FACTS.compute_dtype(checkpoint_dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -9,7 +9,7 @@ import pytest
 
 from deepserve.config import EngineArgs
 from deepserve.engine.engine import Engine, resolve
-from deepserve.inspect import inspect_model, size
+from deepserve.inspect import Report, inspect_model, size
 
 # DeepSeek-V3's published configuration.
 V3 = {
@@ -61,6 +61,29 @@ def test_v3_without_its_weights(v3: str):
     assert "weights of all ranks" in report.refusals[0]
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def who(report: Report) -> dict[tuple[str, str], str]:
+    return {(provider.op, provider.shape): provider.library for provider in report.providers}
+
+
+def test_who_computes_on_a_gpu_is_known_without_one(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**V3, "quantization_config": FP8}))
+    found = who(inspect_model(EngineArgs(model=str(tmp_path), device="cuda", data_parallel_size=8)))
+    assert found["mla_decode", "128 heads, latent 512 + rope 64"] == "FlashMLA"
+    assert found["linear", "head 129280 x 7168"] == "cuBLAS"
+    assert "DeepGEMM" in {library for (op, _), library in found.items() if op == "grouped_linear_masked"}
+
+
+def test_who_computes_the_shipped_model():
+    report = inspect_model(EngineArgs(device="cuda"))
+    assert who(report)["mla_decode", "8 heads, latent 64 + rope 16"] == "Triton"
+    (decode,) = [provider for provider in report.providers if provider.op == "mla_decode"]
+    assert "FlashMLA: latent 64, it takes 512" in decode.reason
+    assert {provider.library for provider in inspect_model(EngineArgs()).providers} == {"torch (reference)", "in this process"}
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "deepserve.cli", "inspect", *arguments], capture_output=True, text=True, timeout=60)
 
@@ -70,6 +93,7 @@ def test_command(v3: str):
     assert fits.returncode == 0
     for word in ("DeepseekV3ForCausalLM", "960 bytes", "32 routed", "number of pages"):
         assert word in fits.stdout
+    assert "mixture of experts" in fits.stdout and "torch" in fits.stdout
     too_big = run(v3)
     assert too_big.returncode == 1
     assert "does not fit this machine" in too_big.stdout
