@@ -29,7 +29,7 @@ from deepserve.config import EngineArgs
 from deepserve.engine.engine import Engine, resolve
 from deepserve.engine.lockstep import Ballot, Lockstep
 from deepserve.spawn import SPIN_COUNT
-from hw.api import ExpertMode, ExpertStep
+from hw.api import Activation, ExpertMode, ExpertStep
 from hw.groups import Rendezvous, open_groups
 
 DP_SIZES = (1, 2, 4)
@@ -85,7 +85,7 @@ def time_layer_ms(layer, x: torch.Tensor, step: ExpertStep, barrier: Callable[[]
         marks = []
         barrier()
         marks.append(time.perf_counter())
-        dispatched = layer.dispatch(x, routed, step)
+        dispatched = layer.dispatch(Activation(x), routed, step)
         marks.append(time.perf_counter())
         y = layer.experts(dispatched)
         times["experts"].append(time.perf_counter() - marks[1])

@@ -5,12 +5,14 @@ fp32 whatever the model dtype. Sizes are `T` tokens, `H` heads, `L` kv_lora_rank
 are checked by callers at the door; ops assert their layout. A backend that lacks an op raises `Unsupported`; nothing falls back silently.
 
 A weight may be a `QuantTensor`. Then a backend may also quantise bf16 activations, each token by itself in groups of 128 channels
-(`hw.quant.quantize_activation`), as the models themselves are meant to run; fp32 activations stay as they are.
+(`hw.quant.quantize_activation`), as the models themselves are meant to run; fp32 activations stay as they are. A product quantises
+dense rows by itself; where `Ops.quantizes` says that it will, a layer asks the op before it for rows in that form, which saves a pass.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -20,6 +22,7 @@ from hw.quant import QuantTensor
 
 T = TypeVar("T")
 Matrix = torch.Tensor | QuantTensor  # weight [N, K], used as x @ W.T
+Rows = torch.Tensor | QuantTensor  # activations [T, K], dense in the model dtype or quantised as `hw.quant.quantize_activation` does
 
 
 class Unsupported(ValueError):
@@ -39,6 +42,42 @@ class ExpertStep:
 
     mode: ExpertMode
     max_tokens: int  # most tokens that any rank dispatches in a layer of this step
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Rows in the forms that their consumers asked for."""
+
+    dense: torch.Tensor | None  # [T, D] model dtype
+    quant: QuantTensor | None = None  # [T, D], the same values quantised
+
+    def rows(self, quantized: bool) -> Rows:
+        """One form, which must be there."""
+        found = self.quant if quantized else self.dense
+        assert found is not None, f"rows were not made {'quantised' if quantized else 'dense'}"
+        return found
+
+    @property
+    def smallest(self) -> Rows:
+        """The form with the fewest bytes that is there."""
+        return self.rows(self.quant is not None)
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """M rows sorted by expert. Each expert's begin at a multiple of `align`, and so does the end; rows between hold anything.
+
+    | expert 0 rows | - | expert 1 rows | - | ...    no gaps with align 1
+    """
+
+    counts: list[int]  # rows of each expert
+    align: int = 1
+    experts: torch.Tensor | None = None  # [M] int32 on the device, each row's expert, -1 = none; there if align > 1
+
+    @property
+    def starts(self) -> list[int]:
+        """First row of each expert, and M."""
+        return [0, *accumulate(-(-count // self.align) * self.align for count in self.counts)]
 
 
 @dataclass(frozen=True)
@@ -112,35 +151,67 @@ class Ops(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`x * rsqrt(mean(x^2) + eps)` in fp32 over the last dim, cast to x's dtype, times weight. x `[T, D]`, weight `[D]`."""
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(rms_norm(x + residual), x + residual)`; the sum is rounded to the model dtype first. All `[T, D]`."""
+    def quantizes(self, weight: Matrix, dtype: torch.dtype) -> bool:
+        """Whether products of activations of `dtype` with `weight` quantise them here, and so take them quantised."""
 
-    def rope(self, x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Rotate neighbouring pairs (2i, 2i+1). x `[T, H, r]`, positions `[T]` int64, table `[max_pos, r]` fp32 = cos | sin halves."""
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, dense: bool = True, quant: bool = False
+    ) -> tuple[Activation, torch.Tensor]:
+        """`(rms_norm(x + residual), x + residual)`, the first in the forms asked for. All `[T, D]`.
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` of `[T, 2I]` whose first half is gate; `[T, I]`."""
+        The sum is rounded to the model dtype before the norm, and the norm before it is quantised.
+        """
 
-    def linear(self, x: torch.Tensor, weight: Matrix) -> torch.Tensor:
-        """`x @ weight.T`: x `[T, K]`, weight `[N, K]`, result `[T, N]` in x's dtype."""
+    def rope(self, x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rotate neighbouring pairs (2i, 2i+1). x `[T, H, r]`, positions `[T]` int64, table `[max_pos, r]` fp32 = cos | sin halves.
 
-    def head_matmul(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Per-head product for absorption: x `[T, H, K]`, weight `[H, K, N]`, result `[T, H, N]`."""
+        out: where the result goes, new storage if None; it may be x itself.
+        """
+
+    def silu_mul(self, gate_up: torch.Tensor, quant: bool = False, counts: torch.Tensor | None = None) -> Rows:
+        """`silu(gate) * up` of `[T, 2I]` whose first half is gate: `[T, I]`, quantised if `quant`.
+
+        counts `[E]` int32: gate_up is `[E, M, 2I]` in the layout of `grouped_linear_masked`, and so is the result.
+        """
+
+    def linear(self, x: Rows, weight: Matrix) -> torch.Tensor:
+        """`x @ weight.T`: x `[T, K]`, weight `[N, K]`, result `[T, N]` in x's dtype, bf16 if x is quantised."""
+
+    def absorb_query(self, q: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+        """Queries against latents: `q_nope @ w_uk` of each head, and beside it q_rope rotated as `rope` does; `[T, H, L + r]`.
+
+        q `[T, H, n + r]` as projected, rows may be strided; w_uk `[H, n, L]`; positions `[T]` int64; table `[max_pos, r]` fp32.
+        """
+
+    def unabsorb(self, out: torch.Tensor, w_uv: torch.Tensor, quant: bool = False) -> Rows:
+        """Values from attended latents: out `[T, H, L]`, w_uv `[H, v, L]` -> `out @ w_uv.T` of each head, `[T, H * v]`.
+
+        Rounded to the model dtype, and quantised after that if `quant`.
+        """
+
+    def expand_latent(self, latent: torch.Tensor, key: torch.Tensor, kv_up: torch.Tensor, nope: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of every head: latent `[S, L]`, rotated key `[S, r]` -> keys `[S, H, n + r]`, values `[S, H, v]`.
+
+        kv_up `[H, n + v, L]`, of each head first the `nope` rows of keys. Every head has the same last r dims of keys. Rows may be strided.
+        """
 
     def latent_write(
         self,
-        kv: torch.Tensor,
-        norm_weight: torch.Tensor,
+        down: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        kv_norm: torch.Tensor,
         eps: float,
         positions: torch.Tensor,
         table: torch.Tensor,
         cache: torch.Tensor,
         slots: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm the latent, rotate the key, write both to the cache, return them.
+        quant: bool = False,
+    ) -> tuple[Rows | None, torch.Tensor, torch.Tensor]:
+        """Norm the query's latent and the keys' latent, rotate the key, write the last two to the cache, return all three.
 
-        kv `[T, L + r]` as projected; cache `[num_pages, page_size, L + r]` model dtype; slots `[T]` int64, `page * page_size + offset`,
-        -1 = do not write. Returns latent `[T, L]` and key `[T, r]`, model dtype.
+        down `[T, Q + L + r]` as projected, Q the size of q_norm, 0 if None; cache `[num_pages, page_size, L + r]` model dtype; slots `[T]`
+        int64, `page * page_size + offset`, -1 = do not write. Returns the query's `[T, Q]`, quantised if `quant`, None without q_norm;
+        latent `[T, L]` and key `[T, r]`, model dtype.
         """
 
     def latent_gather(self, cache: torch.Tensor, page_table: torch.Tensor, first: list[int], lens: list[int]) -> torch.Tensor:
@@ -162,13 +233,14 @@ class Ops(Protocol):
         kv_lora_rank: int,
         scale: float,
         plan: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Absorbed attention over pages, all heads sharing one key: the value is the key's first `kv_lora_rank` dims.
 
         q `[B, q_len, H, L + r]`; page_table `[B, max_pages]` int32, -1 = unused; seq_lens `[B]` int32 counts the cached tokens with the
         q_len new ones; query j of a sequence sees `seq_len - q_len + 1 + j` tokens; max_seq_len is a host upper bound. seq_len 0 gives
         out 0, lse -inf. `plan`: from `decode_plan`, shared by calls that differ in q and cache alone. Returns out `[B, q_len, H, L]` model
-        dtype, lse `[B, q_len, H]` fp32 (natural logarithm).
+        dtype, lse `[B, q_len, H]` fp32 (natural logarithm) if asked for.
         """
 
     def mla_prefill(
@@ -196,11 +268,14 @@ class Ops(Protocol):
         times `scaling`.
         """
 
-    def grouped_linear(self, x: torch.Tensor, weight: Matrix, counts: list[int]) -> torch.Tensor:
-        """Contiguous grouped GEMM: rows sorted by expert, `counts[e]` of each. x `[M, K]`, weight `[E, N, K]`, result `[M, N]`."""
+    def grouped_linear(self, x: Rows, weight: Matrix, layout: ExpertRows) -> torch.Tensor:
+        """Contiguous grouped GEMM: x `[M, K]` in `layout`, weight `[E, N, K]`, result `[M, N]` in the same layout."""
 
-    def grouped_linear_masked(self, x: torch.Tensor, weight: Matrix, counts: torch.Tensor) -> torch.Tensor:
-        """Masked grouped GEMM: x `[E, M, K]`, the first `counts[e]` rows of expert e are real; the rest of `[E, M, N]` is not."""
+    def grouped_linear_masked(self, x: Rows, weight: Matrix, counts: torch.Tensor) -> torch.Tensor:
+        """Masked grouped GEMM: x `[E, M, K]`, the first `counts[e]` rows of expert e are real; the rest of `[E, M, N]` is not.
+
+        counts `[E]` int32, on the device.
+        """
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """Repetition (CTRL, arXiv 1909.05858), frequency and presence penalties (OpenAI's formula), in place. logits `[R, V]` fp32."""
@@ -229,13 +304,13 @@ class Logprobs:
 class Dispatched:
     """Tokens at the rank that holds their experts. `handle` is the backend's own and goes back into `combine` unread.
 
-    THROUGHPUT: x `[M, D]` sorted by local expert, `counts_host` exact. LOW_LATENCY: x `[E_local, cap, D]`, `counts` on the device.
+    THROUGHPUT: x `[M, D]` in `layout`. LOW_LATENCY: x `[E_local, cap, D]`, of which `counts` are real.
     """
 
     mode: ExpertMode
-    x: torch.Tensor
-    counts: torch.Tensor  # [E_local] int64 on the device
-    counts_host: list[int] | None  # THROUGHPUT only
+    x: Rows
+    counts: torch.Tensor  # [E_local] int32 on the device
+    layout: ExpertRows | None  # THROUGHPUT only
     handle: Any
 
 
@@ -267,14 +342,21 @@ class ExpertComm(Protocol):
 
     max_tokens_per_rank: int  # cap of the LOW_LATENCY mode
 
-    def dispatch(self, x: torch.Tensor, topk_phy: torch.Tensor, step: ExpertStep, num_local_experts: int) -> Dispatched:
+    def dispatch(self, x: Activation, topk_phy: torch.Tensor, step: ExpertStep, num_local_experts: int) -> Dispatched:
         """Send x `[T, D]` to physical experts topk_phy `[T, k]` int64, `num_local_experts` on each rank.
 
+        x has its dense form, and its quantised one if the experts take that; then an implementation may send either and the experts
+        get quantised rows, unless they compute in dense ones on its device. It may quantise by itself, as `quantize_activation` does.
         A token's k physical experts are distinct. T is at most step.max_tokens; LOW_LATENCY needs that to be within max_tokens_per_rank.
         """
 
-    def combine(self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Weighted sum of expert outputs y (laid out like `dispatched.x`): `[T, D]` fp32. topk_weight `[T, k]` fp32."""
+    def combine(
+        self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Weighted sum of expert outputs y (laid out like `dispatched.x`), plus `shared` `[T, D]`: `[T, D]`. topk_weight `[T, k]` fp32.
+
+        Summed in fp32, the shared rows last, and rounded once to y's dtype.
+        """
 
 
 @dataclass(frozen=True)

@@ -11,23 +11,18 @@ from hw.api import Ops
 from mla.metadata import DecodeMeta, PrefillMeta
 
 
-def absorb_query(ops: Ops, q_nope: torch.Tensor, q_rope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
-    """q_nope `[T, H, n]`, q_rope `[T, H, r]`, w_uk `[H, n, L]` -> `[T, H, L + r]`."""
-    return torch.cat((ops.head_matmul(q_nope, w_uk), q_rope), dim=-1)
-
-
-def absorbed_decode(ops: Ops, q: torch.Tensor, w_uv: torch.Tensor, cache: torch.Tensor, meta: DecodeMeta, scale: float) -> torch.Tensor:
-    """q `[num_tokens, H, L + r]` absorbed queries, w_uv `[H, v, L]` -> `[num_tokens, H, v]`."""
+def absorbed_decode(ops: Ops, q: torch.Tensor, cache: torch.Tensor, meta: DecodeMeta, latent: int, scale: float) -> torch.Tensor:
+    """q `[num_tokens, H, L + r]` absorbed queries, latent: L -> attended latents `[num_tokens, H, L]`."""
     shaped = q.view(meta.num_seqs, meta.query_len, *q.shape[1:])
-    out, _ = ops.mla_decode(shaped, cache, meta.page_table, meta.seq_lens, meta.max_seq_len, w_uv.shape[2], scale, meta.plan)
-    return ops.head_matmul(out.flatten(0, 1), w_uv.transpose(1, 2))
+    out, _ = ops.mla_decode(shaped, cache, meta.page_table, meta.seq_lens, meta.max_seq_len, latent, scale, meta.plan)
+    return out.flatten(0, 1)
 
 
 def absorbed_chunk(
-    ops: Ops, q: torch.Tensor, w_uv: torch.Tensor, cache: torch.Tensor, meta: PrefillMeta, seq_idx: int, scale: float
+    ops: Ops, q: torch.Tensor, cache: torch.Tensor, meta: PrefillMeta, seq_idx: int, latent: int, scale: float
 ) -> torch.Tensor:
     """One prefill chunk as a single sequence with many queries; its own latents are in the cache already. Shapes as above."""
     one = slice(seq_idx, seq_idx + 1)
     max_seq_len = meta.context_lens[seq_idx] + meta.queries.lens[seq_idx]
-    out, _ = ops.mla_decode(q[None], cache, meta.page_table[one], meta.seq_lens[one], max_seq_len, w_uv.shape[2], scale)
-    return ops.head_matmul(out[0], w_uv.transpose(1, 2))
+    out, _ = ops.mla_decode(q[None], cache, meta.page_table[one], meta.seq_lens[one], max_seq_len, latent, scale)
+    return out[0]

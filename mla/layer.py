@@ -2,9 +2,9 @@
 
 import torch
 
-from hw.api import LatentDims, Ops
+from hw.api import LatentDims, Ops, Rows
 from hw.weights import Storage, Weight, rows
-from mla.absorbed import absorb_query, absorbed_chunk, absorbed_decode
+from mla.absorbed import absorbed_chunk, absorbed_decode
 from mla.config import MLAConfig
 from mla.metadata import AttnMetadata, PrefillMeta
 from mla.naive import naive_prefill
@@ -50,6 +50,8 @@ class MLALayer:
         self.w_uv = self.kv_up[:, config.qk_nope_head_dim :]  # [H, v, L]
         v_out = num_heads * config.v_head_dim
         self.out = storage.matrix(config.hidden_size, v_out, edges=(v_out,) if split else ())
+        self.takes_quant = ops.quantizes(self.down, storage.dtype) and (q_rank is not None or ops.quantizes(self.q_up, storage.dtype))
+        self.q_quant, self.out_quant = ops.quantizes(self.q_up, storage.dtype), ops.quantizes(self.out, storage.dtype)
 
     def weights(self) -> list[Weight]:
         """Checkpoint tensors of this layer, by their hub names."""
@@ -80,36 +82,39 @@ class MLALayer:
             weight("q_b_proj", (q_out, q_rank), self.q_up, rows_per_head=c.qk_head_dim),
         ]
 
-    def forward(self, x: torch.Tensor, meta: AttnMetadata, cache: torch.Tensor) -> torch.Tensor:
-        """x `[num_tokens, hidden]` normed, cache `[num_pages, page_size, L + r]` -> `[num_tokens, hidden]`, this rank's part of the sum."""
+    def forward(self, x: Rows, meta: AttnMetadata, cache: torch.Tensor) -> torch.Tensor:
+        """x `[num_tokens, hidden]` normed, quantised if `takes_quant`, cache `[num_pages, page_size, L + r]` -> `[num_tokens, hidden]`.
+
+        The result is this rank's part of the sum over TP ranks.
+        """
         c, ops = self.config, self.ops
-        q_rank = c.q_lora_rank or 0
         down = ops.linear(x, self.down)
-        q_input = x if self.q_norm is None else ops.rms_norm(down[:, :q_rank], self.q_norm, c.latent_norm_eps)
-        q = ops.linear(q_input, self.q_up).view(-1, self.num_heads, c.qk_head_dim)
-        q_nope, q_rope = q[..., : c.qk_nope_head_dim], ops.rope(q[..., c.qk_nope_head_dim :], meta.positions, self.table)
-        kv = down[:, q_rank:]
-        latent, key = ops.latent_write(kv, self.kv_norm, c.latent_norm_eps, meta.positions, self.table, cache, meta.slots)
+        q_input, latent, key = ops.latent_write(
+            down, self.q_norm, self.kv_norm, c.latent_norm_eps, meta.positions, self.table, cache, meta.slots,
+            self.q_quant,
+        )  # fmt: skip
+        q = ops.linear(x if q_input is None else q_input, self.q_up).view(-1, self.num_heads, c.qk_head_dim)
 
-        parts = []
         num_decode = 0 if meta.decode is None else meta.decode.num_tokens
+        chunks, alone = slice(num_decode, None), meta.prefill is None
+        parts: list[Rows] = []
         if meta.decode is not None:
-            absorbed = absorb_query(ops, q_nope[:num_decode], q_rope[:num_decode], self.w_uk)
-            parts.append(absorbed_decode(ops, absorbed, self.w_uv, cache, meta.decode, c.softmax_scale))
+            absorbed = ops.absorb_query(q[:num_decode], meta.positions[:num_decode], self.table, self.w_uk)
+            attended = absorbed_decode(ops, absorbed, cache, meta.decode, c.kv_lora_rank, c.softmax_scale)
+            parts.append(ops.unabsorb(attended, self.w_uv, quant=self.out_quant and alone))
         if meta.prefill is not None:
-            rows = slice(num_decode, None)
-            parts.append(self._prefill(q_nope[rows], q_rope[rows], latent[rows], key[rows], meta.prefill, cache))
-        parts = parts or [q.new_empty(0, self.num_heads, c.v_head_dim)]  # an idle rank's step
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return ops.linear(out.flatten(1), self.out)
+            parts.append(self._prefill(q[chunks], meta.positions[chunks], latent[chunks], key[chunks], meta.prefill, cache))
+        parts = parts or [q.new_empty(0, self.num_heads * c.v_head_dim)]  # an idle rank's step
+        return ops.linear(parts[0] if len(parts) == 1 else torch.cat(parts), self.out)
 
-    def _prefill(self, q_nope, q_rope, latent, key, meta: PrefillMeta, cache: torch.Tensor) -> torch.Tensor:
-        """All chunks of a step take one form, the one that the longest of them prefers."""
+    def _prefill(self, q, positions, latent, key, meta: PrefillMeta, cache: torch.Tensor) -> torch.Tensor:
+        """All chunks of a step take one form, the one that the longest of them prefers. q as projected; result `[T, H * v]`."""
+        c, ops = self.config, self.ops
         longest = max(range(len(meta.context_lens)), key=lambda i: meta.queries.lens[i])
-        if not self.ops.prefers_absorbed(meta.queries.lens[longest], meta.context_lens[longest], self.dims):
-            q = torch.cat((q_nope, q_rope), dim=-1)
-            scale = self.config.softmax_scale
-            return naive_prefill(self.ops, q, latent, key, self.w_uk, self.w_uv, cache, meta, scale, WORKSPACE_TOKENS)
-        absorbed = absorb_query(self.ops, q_nope, q_rope, self.w_uk).split(meta.queries.lens)
-        chunks = [absorbed_chunk(self.ops, q, self.w_uv, cache, meta, i, self.config.softmax_scale) for i, q in enumerate(absorbed)]
-        return torch.cat(chunks)
+        if not ops.prefers_absorbed(meta.queries.lens[longest], meta.context_lens[longest], self.dims):
+            unrotated = q[..., c.qk_nope_head_dim :]
+            ops.rope(unrotated, positions, self.table, out=unrotated)
+            return naive_prefill(ops, q, latent, key, self.kv_up, cache, meta, c.softmax_scale, WORKSPACE_TOKENS).flatten(1)
+        absorbed = ops.absorb_query(q, positions, self.table, self.w_uk).split(meta.queries.lens)
+        attended = [absorbed_chunk(ops, part, cache, meta, i, c.kv_lora_rank, c.softmax_scale) for i, part in enumerate(absorbed)]
+        return ops.unabsorb(torch.cat(attended), self.w_uv)

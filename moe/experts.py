@@ -2,7 +2,7 @@
 
 import torch
 
-from hw.api import Dispatched, ExpertMode, Ops
+from hw.api import Dispatched, Ops
 from hw.weights import Storage, Weight, expert, rows
 from moe.config import MoEConfig
 
@@ -15,6 +15,8 @@ class Experts:
         inner, hidden = config.intermediate_size, config.hidden_size
         self.gate_up = storage.matrix(len(held), 2 * inner, hidden, edges=(inner,))  # gate rows first
         self.down = storage.matrix(len(held), hidden, inner)
+        self.takes_quant = ops.quantizes(self.gate_up, storage.dtype)
+        self.inner_quant = ops.quantizes(self.down, storage.dtype)
 
     def weights(self) -> list[Weight]:
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
@@ -30,8 +32,9 @@ class Experts:
 
     def forward(self, dispatched: Dispatched) -> torch.Tensor:
         """Expert outputs in the layout of `dispatched.x`."""
-        if dispatched.mode is ExpertMode.THROUGHPUT:
-            inner = self.ops.silu_mul(self.ops.grouped_linear(dispatched.x, self.gate_up, dispatched.counts_host))
-            return self.ops.grouped_linear(inner, self.down, dispatched.counts_host)
-        inner = self.ops.silu_mul(self.ops.grouped_linear_masked(dispatched.x, self.gate_up, dispatched.counts))
-        return self.ops.grouped_linear_masked(inner, self.down, dispatched.counts)
+        ops, counts, layout = self.ops, dispatched.counts, dispatched.layout
+        if layout is not None:
+            inner = ops.silu_mul(ops.grouped_linear(dispatched.x, self.gate_up, layout), self.inner_quant)
+            return ops.grouped_linear(inner, self.down, layout)
+        inner = ops.silu_mul(ops.grouped_linear_masked(dispatched.x, self.gate_up, counts), self.inner_quant, counts)
+        return ops.grouped_linear_masked(inner, self.down, counts)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from eplb.placement import Placement
-from hw.api import Backend, Dispatched, ExpertStep
+from hw.api import Activation, Backend, Dispatched, ExpertStep
 from hw.weights import Storage, Weight
 from moe.config import MoEConfig
 from moe.experts import Experts
@@ -45,10 +45,11 @@ class MoELayer:
         self.gate = Gate(config, backend.ops, prefix=f"{prefix}.gate", device=storage.device)
         self.router = Router(placement, storage.device)
         self.local = Experts(config, backend.ops, placement.held_by(rank), prefix=f"{prefix}.experts", storage=storage)
-        self.shared = None
+        self.shared: MLP | None = None
         if config.num_shared_experts:
             width = config.num_shared_experts * config.intermediate_size
             self.shared = MLP(config.hidden_size, width, backend.ops, prefix=f"{prefix}.shared_experts", storage=storage)
+        self.takes_quant = self.local.takes_quant or (self.shared is not None and self.shared.takes_quant)
 
     def weights(self) -> list[Weight]:
         return [*self.gate.weights(), *self.local.weights(), *(self.shared.weights() if self.shared else [])]
@@ -57,7 +58,8 @@ class MoELayer:
         topk_idx, topk_weight = self.gate.forward(x)
         return Routed(topk_idx, self.router.forward(topk_idx), topk_weight)
 
-    def dispatch(self, x: torch.Tensor, routed: Routed, step: ExpertStep) -> Dispatched:
+    def dispatch(self, x: Activation, routed: Routed, step: ExpertStep) -> Dispatched:
+        x = x if self.local.takes_quant else Activation(x.dense)
         return self.comm.dispatch(x, routed.topk_phy, step, self.placement.slots_per_rank)
 
     def experts(self, dispatched: Dispatched) -> torch.Tensor:
@@ -65,12 +67,11 @@ class MoELayer:
 
     def combine(self, y: torch.Tensor, routed: Routed, dispatched: Dispatched, shared: torch.Tensor | None) -> torch.Tensor:
         """Routed sum in fp32 plus the shared experts, which routed scaling does not touch; `[T, hidden]` in y's dtype."""
-        total = self.comm.combine(y, routed.topk_weight, dispatched)
-        return (total if shared is None else total + shared.float()).to(y.dtype)
+        return self.comm.combine(y, routed.topk_weight, dispatched, shared)
 
-    def forward(self, x: torch.Tensor, step: ExpertStep) -> torch.Tensor:
-        """x `[T, hidden]` normed -> `[T, hidden]`."""
-        routed = self.route(x)
+    def forward(self, x: Activation, step: ExpertStep) -> torch.Tensor:
+        """x `[T, hidden]` normed, dense for the gate, and quantised too if `takes_quant` -> `[T, hidden]`."""
+        routed = self.route(x.rows(quantized=False))
         dispatched = self.dispatch(x, routed, step)
-        shared = None if self.shared is None else self.shared.forward(x)
+        shared = None if self.shared is None else self.shared.forward(x.rows(self.shared.takes_quant))
         return self.combine(self.experts(dispatched), routed, dispatched, shared)

@@ -2,7 +2,7 @@
 
 import torch
 
-from hw.api import Ops
+from hw.api import Ops, Rows
 from hw.weights import Storage, Weight, rows
 
 
@@ -13,6 +13,8 @@ class MLP:
         self.ops, self.prefix, self.intermediate_size = ops, prefix, intermediate_size
         self.gate_up = storage.matrix(2 * intermediate_size, hidden_size, edges=(intermediate_size,))  # gate rows first
         self.down = storage.matrix(hidden_size, intermediate_size)
+        self.takes_quant = ops.quantizes(self.gate_up, storage.dtype)
+        self.inner_quant = ops.quantizes(self.down, storage.dtype)
 
     def weights(self) -> list[Weight]:
         inner, hidden = self.intermediate_size, self.down.shape[0]
@@ -22,5 +24,6 @@ class MLP:
             Weight(name=f"{self.prefix}.down_proj.weight", shape=(hidden, inner), target=self.down),
         ]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(self.ops.silu_mul(self.ops.linear(x, self.gate_up)), self.down)
+    def forward(self, x: Rows) -> torch.Tensor:
+        """x `[T, hidden]`, quantised if `takes_quant` -> `[T, hidden]`."""
+        return self.ops.linear(self.ops.silu_mul(self.ops.linear(x, self.gate_up), self.inner_quant), self.down)

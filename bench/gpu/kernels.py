@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hw.api import ExpertMode, ExpertStep, GateRule, PenaltyInputs, SampleInputs, Segments
+from hw.api import Activation, ExpertMode, ExpertStep, GateRule, PenaltyInputs, SampleInputs, Segments
 from hw.quant import QuantTensor
 from hw.select import open_backend
 
@@ -96,23 +96,32 @@ def time_of(job: Job) -> float:
     return statistics.median(times)
 
 
+def on(op: Callable, *makers: Callable[[], object]) -> Callable[[], Callable[[], object]]:
+    def make() -> Callable[[], object]:
+        args = [maker() for maker in makers]
+        return lambda: op(*args)
+
+    return make
+
+
+def fixed(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
 def row_jobs(ops) -> Iterator[Job]:
     small = BATCH * HIDDEN * 2
     norm = normal(HIDDEN)
 
-    def on(op: Callable, *makers: Callable[[], object]) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
-            args = [maker() for maker in makers]
-            return lambda: op(*args)
-
-        return make
-
-    def fixed(value: object) -> Callable[[], object]:
-        return lambda: value
-
     x = lambda: normal(BATCH, HIDDEN)  # noqa: E731
     yield Job("rms_norm 7168", "ours", 2 * small, 0, BF16_RATE, on(ops.rms_norm, x, fixed(norm), fixed(1e-6)))
-    yield Job("add_rms_norm 7168", "ours", 4 * small, 0, BF16_RATE, on(ops.add_rms_norm, x, x, fixed(norm), fixed(1e-6)))
+    yield Job(
+        "add_rms_norm 7168, quantised",
+        "ours",
+        7 * small // 2,
+        0,
+        BF16_RATE,
+        on(ops.add_rms_norm, x, x, fixed(norm), fixed(1e-6), fixed(False), fixed(True)),
+    )
     part = lambda: normal(BATCH, 2112)[:, :1536]  # noqa: E731
     yield Job("rms_norm 1536 of 2112", "ours", 4 * BATCH * 1536, 0, BF16_RATE, on(ops.rms_norm, part, fixed(norm[:1536]), fixed(1e-6)))
     positions, table = torch.arange(BATCH, device=DEVICE) + CONTEXT, torch.rand(2 * CONTEXT, 64, device=DEVICE)
@@ -120,10 +129,32 @@ def row_jobs(ops) -> Iterator[Job]:
     yield Job("rope 128 heads", "ours", 4 * BATCH * HEADS * 64, 0, BF16_RATE, on(ops.rope, q, fixed(positions), fixed(table)))
     cache, slots = normal(BATCH, 64, 576), torch.randperm(BATCH * 64, device=DEVICE)[:BATCH]
     args = [fixed(value) for value in (norm[:512], 1e-6, positions, table, cache, slots)]
-    kv = lambda: normal(BATCH, 2112)[:, 1536:]  # noqa: E731
-    yield Job("latent_write", "ours", 3 * BATCH * 576 * 2, 0, BF16_RATE, on(ops.latent_write, kv, *args))
-    yield Job("silu_mul 2 x 2048, 8 x 128 rows", "ours", 6 * 1024 * 2048, 0, BF16_RATE, on(ops.silu_mul, lambda: normal(8, BATCH, 4096)))
-    yield Job("silu_mul 2 x 18432", "ours", 6 * BATCH * 18432, 0, BF16_RATE, on(ops.silu_mul, lambda: normal(BATCH, 36864)))
+    down = lambda: normal(BATCH, 2112)  # noqa: E731
+    yield Job(
+        "latent_write",
+        "ours",
+        BATCH * (5 * 576 + 3 * 1536),
+        0,
+        BF16_RATE,
+        on(ops.latent_write, down, fixed(norm[:1536]), *args, fixed(True)),
+    )
+    full = torch.full((8,), BATCH, dtype=torch.int32, device=DEVICE)
+    yield Job(
+        "silu_mul 2 x 2048, 8 x 128 rows, quantised",
+        "ours",
+        5 * 1024 * 2048,
+        0,
+        BF16_RATE,
+        on(ops.silu_mul, lambda: normal(8, BATCH, 4096), fixed(True), fixed(full)),
+    )
+    yield Job(
+        "silu_mul 2 x 18432, quantised",
+        "ours",
+        5 * BATCH * 18432,
+        0,
+        BF16_RATE,
+        on(ops.silu_mul, lambda: normal(BATCH, 36864), fixed(True)),
+    )
     rule = GateRule(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
     logits = lambda: torch.randn(BATCH, 256, device=DEVICE)  # noqa: E731
     bias = torch.randn(256, device=DEVICE)
@@ -153,23 +184,21 @@ def product_jobs(ops) -> Iterator[Job]:
     yield plain("head bf16 129280 x 7168", VOCAB, HIDDEN, BF16, BF16_RATE)
     yield plain("gate fp32 256 x 7168", 256, HIDDEN, torch.float32, FP32_RATE)
 
-    def heads(name: str, inner: int, outer: int, swap: bool) -> Job:
-        def make():
-            x = normal(BATCH, HEADS, inner)
-            w = normal(HEADS, outer, inner).transpose(1, 2) if swap else normal(HEADS, inner, outer)
-            return lambda: ops.head_matmul(x, w)
-
-        num_bytes = 2 * HEADS * (inner * outer + BATCH * (inner + outer))
-        return Job(name, "cuBLAS", num_bytes, 2 * BATCH * HEADS * inner * outer, BF16_RATE, make)
-
-    yield heads("absorb query 128 -> 512", 128, 512, False)
-    yield heads("absorb output 512 -> 128", 512, 128, True)
+    kv_up = normal(HEADS, 256, 512)
+    positions, table = torch.arange(BATCH, device=DEVICE), torch.rand(CONTEXT, 64, device=DEVICE)
+    num_bytes, flops = 2 * HEADS * (128 * 512 + BATCH * (192 + 576)), 2 * BATCH * HEADS * 128 * 512
+    q, out = (lambda width=width: normal(BATCH, HEADS, width) for width in (192, 512))
+    make = on(ops.absorb_query, q, fixed(positions), fixed(table), fixed(kv_up[:, :128]))
+    yield Job("absorb_query 128 -> 512 + 64", "cuBLAS + ours", num_bytes, flops, BF16_RATE, make)
+    num_bytes = HEADS * (2 * 128 * 512 + BATCH * (2 * 512 + 128))
+    make = on(ops.unabsorb, out, fixed(kv_up[:, 128:]), fixed(True))
+    yield Job("unabsorb 512 -> 128, quantised", "cuBLAS + ours", num_bytes, flops, BF16_RATE, make)
 
     def masked(num_experts: int, num_rows: int, outer: int, inner: int, kind: str, op: Callable, provider: str) -> Job:
         def make():
             x = normal(num_experts, BATCH, inner)
             w = fp8(num_experts, outer, inner) if kind == "fp8" else normal(num_experts, outer, inner)
-            counts = torch.full((num_experts,), num_rows, device=DEVICE)
+            counts = torch.full((num_experts,), num_rows, dtype=torch.int32, device=DEVICE)
             return lambda: op(x, w, counts)
 
         size = 1 if kind == "fp8" else 2
@@ -220,10 +249,10 @@ def other_jobs(ops, comm) -> Iterator[Job]:
 
     def dispatch():
         x, topk = normal(BATCH, HIDDEN), torch.rand(BATCH, 8, device=DEVICE).argsort(-1)
-        return lambda: comm.dispatch(x, topk, step, 8)
+        return lambda: comm.dispatch(Activation(x), topk, step, 8)
 
     def combine():
-        sent = comm.dispatch(normal(BATCH, HIDDEN), torch.rand(BATCH, 8, device=DEVICE).argsort(-1), step, 8)
+        sent = comm.dispatch(Activation(normal(BATCH, HIDDEN)), torch.rand(BATCH, 8, device=DEVICE).argsort(-1), step, 8)
         weights = torch.rand(BATCH, 8, device=DEVICE)
         return lambda: comm.combine(sent.x, weights, sent)
 

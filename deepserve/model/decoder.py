@@ -55,6 +55,8 @@ class DecoderLayer:
             self.moe = MoELayer(config.moe, build.backend, placement, ep_rank, prefix=f"{prefix}.mlp", storage=storage)
         else:
             self.dense = MLP(config.hidden_size, config.intermediate_size, ops, prefix=f"{prefix}.mlp", storage=storage)
+        # Rows of several TP ranks are gathered as they are; products quantise them after that.
+        self.attention_quant = self.attention.takes_quant and self.tp.size == 1
 
     def weights(self) -> list[Weight]:
         hidden = (self.input_norm.shape[0],)
@@ -81,14 +83,19 @@ class DecoderLayer:
         Between attentions each TP rank has its slice of the tokens; attention sees all of them, with this rank's heads.
         """
         if residual is None:
-            x, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
+            normed, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
         else:
-            x, residual = self.ops.add_rms_norm(x, residual, self.input_norm, self.eps)
-        x = self.attention.forward(self.tp.all_gather_rows(x, lens), meta, cache)
+            quant = self.attention_quant
+            forms, residual = self.ops.add_rms_norm(x, residual, self.input_norm, self.eps, not quant, quant)
+            normed = forms.rows(quant)
+        x = self.attention.forward(self.tp.all_gather_rows(normed, lens), meta, cache)
         x = self.tp.reduce_scatter_rows(x, lens)
-        x, residual = self.ops.add_rms_norm(x, residual, self.post_norm, self.eps)
-        x = self.dense.forward(x) if self.moe is None else self.moe.forward(x, step)
-        return x, residual
+        if self.moe is not None:
+            forms, residual = self.ops.add_rms_norm(x, residual, self.post_norm, self.eps, True, self.moe.takes_quant)
+            return self.moe.forward(forms, step), residual
+        quant = self.dense.takes_quant
+        forms, residual = self.ops.add_rms_norm(x, residual, self.post_norm, self.eps, not quant, quant)
+        return self.dense.forward(forms.rows(quant)), residual
 
 
 class Decoder:
@@ -148,15 +155,16 @@ class Decoder:
         x, residual = self.embedding[token_ids[first : first + lens[self.tp.rank]]], None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer.forward(x, residual, meta, cache, step, lens)
-        x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
-        return self.tp.all_gather_rows(x, lens)
+        normed, _ = self.ops.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
+        return self.tp.all_gather_rows(normed.rows(quantized=False), lens)
 
     def idle(self, step: ExpertStep) -> None:
         """A step without tokens of ours: this rank's experts serve the others' tokens."""
         nothing = self.embedding[:0]
         for layer in self.layers:
             if layer.moe is not None:
-                layer.moe.forward(nothing, step)
+                forms, _ = self.ops.add_rms_norm(nothing, nothing, layer.post_norm, layer.eps, True, layer.moe.takes_quant)
+                layer.moe.forward(forms, step)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """hidden `[R, hidden]` after the final norm -> `[R, vocab]` fp32 at rank 0 of the TP group, None elsewhere."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hw.api import Dispatched, ExpertMode, ExpertStep
+from hw.api import Activation, Dispatched, ExpertMode, ExpertRows, ExpertStep, Rows
 from hw.cpu.expert_comm import combine_rows
 from hw.groups import Group
 from hw.quant import QuantTensor, dequantize
@@ -38,7 +38,7 @@ class GlooExpertComm:
         self.group = group
         self.max_tokens_per_rank = max_tokens_per_rank
 
-    def dispatch(self, x: torch.Tensor | QuantTensor, topk_phy: torch.Tensor, step: ExpertStep, num_local_experts: int) -> Dispatched:
+    def dispatch(self, x: Activation, topk_phy: torch.Tensor, step: ExpertStep, num_local_experts: int) -> Dispatched:
         num_tokens, top_k = topk_phy.shape
         flat = topk_phy.reshape(-1)
         order = torch.argsort(flat, stable=True)  # by rank and expert, then by row
@@ -58,11 +58,11 @@ class GlooExpertComm:
         local = torch.full((sum(sent),), -1, dtype=torch.int64)
         local[places] = experts % num_local_experts
         arrived_experts = self.group.all_to_all(local, sent, received)
-        rows = self._exchange(x, order // top_k, places, sent, received)
+        rows = self._exchange(x.smallest, order // top_k, places, sent, received)
         real = arrived_experts >= 0
         return self._lay_out(rows[real], arrived_experts[real], step, num_local_experts, (order, real, sent, received, places, top_k))
 
-    def _exchange(self, x, tokens: torch.Tensor, places: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    def _exchange(self, x: Rows, tokens: torch.Tensor, places: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Rows of the tokens, put at `places` of the wire; what arrives is in a dtype that experts compute with."""
 
         def swap(part: torch.Tensor) -> torch.Tensor:
@@ -84,16 +84,18 @@ class GlooExpertComm:
         place[by_expert] = torch.arange(by_expert.numel())
         if step.mode is ExpertMode.THROUGHPUT:
             handle = EpHandle(order, place, real, sent, received, places, top_k)
-            return Dispatched(step.mode, rows[by_expert], counts, counts.tolist(), handle)
+            return Dispatched(step.mode, rows[by_expert], counts.int(), ExpertRows(counts.tolist()), handle)
         capacity = step.max_tokens * self.group.size
         starts = counts.cumsum(0) - counts
         arrived = experts * capacity + place - starts[experts]
         masked = rows.new_zeros(num_local_experts * capacity, rows.shape[1])
         masked[arrived] = rows
         handle = EpHandle(order, arrived, real, sent, received, places, top_k)
-        return Dispatched(step.mode, masked.view(num_local_experts, capacity, rows.shape[1]), counts, None, handle)
+        return Dispatched(step.mode, masked.view(num_local_experts, capacity, rows.shape[1]), counts.int(), None, handle)
 
-    def combine(self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+    def combine(
+        self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
         handle: EpHandle = dispatched.handle
         outputs = y.reshape(-1, y.shape[-1])
         wire = y.new_zeros(sum(handle.received), y.shape[-1])
@@ -101,4 +103,4 @@ class GlooExpertComm:
         home = self.group.all_to_all(wire, handle.received, handle.sent)
         rows = y.new_empty(handle.order.numel(), y.shape[-1])
         rows[handle.order] = home[handle.places]
-        return combine_rows(rows.view(topk_weight.shape[0], handle.top_k, y.shape[-1]), topk_weight)
+        return combine_rows(rows.view(topk_weight.shape[0], handle.top_k, y.shape[-1]), topk_weight, shared)

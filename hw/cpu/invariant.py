@@ -34,6 +34,8 @@ class InvariantOps(CpuOps):
     """See `hw.api.Ops`."""
 
     def linear(self, x, weight):
+        if isinstance(x, QuantTensor):
+            return super().linear(x, weight)  # comes back dequantised
         if isinstance(weight, QuantTensor):
             weight = dequantize(weight, x.dtype)
         num_rows = x.shape[0]
@@ -54,7 +56,7 @@ class InvariantOps(CpuOps):
     def head_matmul(self, x, weight):
         return torch.stack([self.linear(x[:, h], weight[h].T) for h in range(x.shape[1])], dim=1)
 
-    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None):
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None, with_lse=False):
         num_seqs, q_len, num_heads, dim = q.shape
         lens = (seq_lens[:, None].long() - q_len + 1 + torch.arange(q_len)).clamp(min=0).flatten()  # keys seen by each row
         table = page_table.repeat_interleave(q_len, dim=0)
@@ -64,7 +66,8 @@ class InvariantOps(CpuOps):
         for low in range(0, rows.shape[0], _ROWS):
             part = slice(low, low + _ROWS)
             out[part], lse[part] = self._attend(rows[part], cache, table[part], lens[part], kv_lora_rank, scale)
-        return out.view(num_seqs, q_len, num_heads, kv_lora_rank), lse.view(num_seqs, q_len, num_heads)
+        out, lse = out.view(num_seqs, q_len, num_heads, kv_lora_rank), lse.view(num_seqs, q_len, num_heads)
+        return out, lse if with_lse else None
 
     def _attend(self, q, cache, table, lens, kv_lora_rank, scale):
         """One token's heads against its pages, in page order with a running maximum. q `[b, H, dim]`.

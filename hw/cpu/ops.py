@@ -2,9 +2,11 @@
 
 import torch
 
-from hw.api import LatentDims, PenaltyInputs, SampleInputs, Segments
-from hw.cpu.reference.ops import ReferenceOps, _expert, num_outputs, softmax_or_zero
+from hw.api import ExpertRows, LatentDims, PenaltyInputs, Rows, SampleInputs, Segments
+from hw.cpu.reference.ops import ReferenceOps, num_outputs, softmax_or_zero
 from hw.cpu.reference.philox import gumbel_noise
+from hw.quant import QuantTensor
+from hw.weights import expert, rows
 
 # Most fp32 scores that one attention product may hold, in elements; bounds memory whatever the lengths.
 _SCORE_TILE = 1 << 24
@@ -16,16 +18,11 @@ class CpuOps(ReferenceOps):
     def head_matmul(self, x, weight):
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
-    def latent_write(self, kv, norm_weight, eps, positions, table, cache, slots):
-        rank = norm_weight.shape[0]
-        latent = self.rms_norm(kv[:, :rank], norm_weight, eps)
-        key = self.rope(kv[:, None, rank:], positions, table)[:, 0]
-        entries = torch.cat((latent, key), dim=-1)
+    def _write_entries(self, entries, cache, slots):
         if slots.numel() and int(slots.min()) < 0:
             keep = slots >= 0
             slots, entries = slots[keep], entries[keep]
         cache.view(-1, cache.shape[-1])[slots] = entries
-        return latent, key
 
     def latent_gather(self, cache, page_table, first, lens):
         page_size = cache.shape[1]
@@ -36,7 +33,7 @@ class CpuOps(ReferenceOps):
             pieces.append(rows[start - low * page_size :][:length])
         return torch.cat(pieces) if pieces else cache.new_empty(0, cache.shape[-1])
 
-    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None):
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None, with_lse=False):
         num_seqs, q_len, num_heads, dim = q.shape
         num_pages = -(-max_seq_len // cache.shape[1])
         out = q.new_empty(num_seqs, q_len, num_heads, kv_lora_rank)
@@ -54,7 +51,7 @@ class CpuOps(ReferenceOps):
             lse[part] = scores.logsumexp(-1)
             probs = softmax_or_zero(scores, lse[part])
             out[part] = torch.bmm(probs.flatten(1, 2), keys[..., :kv_lora_rank]).view(-1, q_len, num_heads, kv_lora_rank)
-        return out, lse
+        return out, lse if with_lse else None
 
     def mla_prefill(self, q, k, v, q_segments: Segments, k_segments: Segments, scale, causal):
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
@@ -85,20 +82,18 @@ class CpuOps(ReferenceOps):
         naive = dims.latent * (dims.nope + dims.value) + query_len * (dims.nope + dims.rope + dims.value)
         return context_len > 0 and absorbed < naive
 
-    def grouped_linear(self, x, weight, counts):
-        out = x.new_empty(x.shape[0], num_outputs(weight))
-        low = 0
-        for e, count in enumerate(counts):
+    def grouped_linear(self, x: Rows, weight, layout: ExpertRows):
+        out = torch.empty(x.shape[0], num_outputs(weight), dtype=_dense_dtype(x))
+        for e, (low, count) in enumerate(zip(layout.starts, layout.counts, strict=False)):
             if count:
-                out[low : low + count] = self.linear(x[low : low + count], _expert(weight, e))
-                low += count
+                out[low : low + count] = self.linear(rows(x, low, low + count), expert(weight, e))
         return out
 
-    def grouped_linear_masked(self, x, weight, counts):
-        out = x.new_zeros(x.shape[0], x.shape[1], num_outputs(weight))
+    def grouped_linear_masked(self, x: Rows, weight, counts):
+        out = torch.zeros(*x.shape[:2], num_outputs(weight), dtype=_dense_dtype(x))
         for e, count in enumerate(counts.tolist()):
             if count:
-                out[e, :count] = self.linear(x[e, :count], _expert(weight, e))
+                out[e, :count] = self.linear(rows(expert(x, e), 0, count), expert(weight, e))
         return out
 
     def penalize(self, logits, inputs: PenaltyInputs):
@@ -143,3 +138,8 @@ class CpuOps(ReferenceOps):
         last = torch.where(top_p[picked] < 1, last, vocab_size - 1)
         border = torch.maximum(ordered.gather(1, last[:, None]), kth)
         scores[picked] = some.masked_fill(some < border, -torch.inf)
+
+
+def _dense_dtype(x: Rows) -> torch.dtype:
+    """Of a product of x."""
+    return torch.bfloat16 if isinstance(x, QuantTensor) else x.dtype

@@ -8,10 +8,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hw.api import LatentDims, Segments
 from hw.cuda.elementwise import num_warps
+from hw.cuda.layout import quantized_rows
 from hw.cuda.rules import DECODE, FLASH_LATENT, FLASH_MLA
 from hw.cuda.triton_decode import decode_kernel, join_splits_kernel
 from hw.cuda.triton_elementwise import latent_gather_kernel, latent_write_kernel
 from hw.cuda.triton_prefill import merge_kernel, prefill_kernel
+from hw.quant import QuantTensor
 from hw.rules import Decode, choose
 
 # Programs that fill the GPU, and the most pieces a sequence is cut into.
@@ -39,18 +41,24 @@ class AttentionOps:
         self._flash_mla = flash_mla
         self._absent_attention = frozenset({FLASH_MLA}) if flash_mla is None else frozenset()
 
-    def latent_write(self, kv, norm_weight, eps, positions, table, cache, slots):
-        rank, dim, num_tokens = norm_weight.shape[0], cache.shape[-1], kv.shape[0]
-        assert kv.shape[1] == dim and kv.stride(1) == 1 and cache.is_contiguous() and cache.dtype == kv.dtype, (kv.shape, cache.shape)
-        latent = torch.empty((num_tokens, rank), dtype=kv.dtype, device=kv.device)
-        key = torch.empty((num_tokens, dim - rank), dtype=kv.dtype, device=kv.device)
+    def latent_write(self, down, q_norm, kv_norm, eps, positions, table, cache, slots, quant=False):
+        rank, dim, num_tokens, q_rank = kv_norm.shape[0], cache.shape[-1], down.shape[0], 0 if q_norm is None else q_norm.shape[0]
+        assert down.shape[1] == q_rank + dim and down.stride(1) == 1, (down.shape, down.stride(), q_rank, dim)
+        assert cache.is_contiguous() and cache.dtype == down.dtype, (cache.shape, cache.stride(), cache.dtype)
+        latent, key, q_dense = (
+            torch.empty((num_tokens, size), dtype=down.dtype, device=down.device) for size in (rank, dim - rank, q_rank)
+        )
+        q = None if q_norm is None else quantized_rows(num_tokens, q_rank, down.device) if quant else q_dense
         if num_tokens:
+            data, scale = (q.data, q.scale) if isinstance(q, QuantTensor) else (q, None)
             half = (dim - rank) // 2
-            latent_write_kernel[(num_tokens,)](
-                kv, norm_weight, positions, table, slots, cache, latent, key, kv.stride(0), rank, half, eps,
+            latent_write_kernel[(num_tokens, 1 if q is None else 2)](
+                down, q_norm, kv_norm, positions, table, slots, cache, data, scale, latent, key,
+                down.stride(0), 0 if scale is None else scale.stride(1), q_rank, rank, half, eps,
+                QUANT=scale is not None, BLOCK_Q=triton.next_power_of_2(max(1, q_rank)),
                 BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(half),
             )  # fmt: skip
-        return latent, key
+        return q, latent, key
 
     def latent_gather(self, cache, page_table, first, lens):
         page_size, dim = cache.shape[1:]
@@ -70,23 +78,26 @@ class AttentionOps:
     def decode_plan(self):
         return None if self._flash_mla is None else self._flash_mla.get_mla_metadata()[0]
 
-    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None):
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None, with_lse=False):
         num_seqs, query_len, num_heads, dim = q.shape
         assert q.stride(3) == 1 and cache.is_contiguous() and q.dtype == cache.dtype, (q.stride(), q.dtype, cache.dtype)
         if not num_seqs:
             out = torch.empty((0, query_len, num_heads, kv_lora_rank), dtype=q.dtype, device=q.device)
-            return out, torch.empty(out.shape[:3], device=q.device)
+            return out, torch.empty(out.shape[:3], device=q.device) if with_lse else None
         shape = Decode(q.dtype, num_seqs, query_len, num_heads, kv_lora_rank, dim - kv_lora_rank, cache.shape[1], max_seq_len)
         if choose("mla_decode", DECODE, shape, self._absent_attention).library == FLASH_MLA and page_table.shape[1]:
-            return self._flash_decode(q, cache, page_table, seq_lens, scale, plan)
-        return self._triton_decode(q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale)
+            return self._flash_decode(q, cache, page_table, seq_lens, scale, plan, with_lse)
+        out, lse = self._triton_decode(q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale)
+        return out, lse if with_lse else None
 
-    def _flash_decode(self, q, cache, page_table, seq_lens, scale, plan):
+    def _flash_decode(self, q, cache, page_table, seq_lens, scale, plan, with_lse):
         # The first call of a step fills the plan in with its schedule; the other layers find it there.
         schedule = self.decode_plan() if plan is None else plan
         out, lse = self._flash_mla.flash_mla_with_kvcache(
             q, cache.unsqueeze(2), page_table, seq_lens, FLASH_LATENT, schedule, softmax_scale=scale, causal=True
         )
+        if not with_lse:
+            return out, None
         # FlashMLA gives a query that sees nothing +inf.
         lse = lse.transpose(1, 2)
         return out, torch.where(lse == torch.inf, -torch.inf, lse)

@@ -3,7 +3,8 @@
 import torch
 import triton
 
-from hw.cuda.layout import masked_rows
+from hw.api import Activation
+from hw.cuda.layout import masked_rows, quantized_masked_rows, quantized_rows
 from hw.cuda.triton_elementwise import rms_norm_kernel, rope_kernel, silu_mul_kernel
 
 
@@ -18,52 +19,65 @@ class ElementwiseOps:
     def rms_norm(self, x, weight, eps):
         assert x.ndim == 2 and x.stride(1) == 1 and x.dtype == weight.dtype, (x.shape, x.stride(), x.dtype, weight.dtype)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self._norm(x, None, weight, eps, out, None)
+        self._norm(x, None, weight, eps, Activation(out), None)
         return out
 
-    def add_rms_norm(self, x, residual, weight, eps):
+    def add_rms_norm(self, x, residual, weight, eps, dense=True, quant=False):
         assert x.shape == residual.shape and x.dtype == residual.dtype == weight.dtype, (x.shape, residual.shape)
         assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
         out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-        self._norm(x, residual, weight, eps, out, total)
-        return out, total
+        forms = Activation(out if dense else None, quantized_rows(*x.shape, x.device) if quant else None)
+        self._norm(x, residual, weight, eps, forms, total)
+        return forms, total
 
-    def _norm(self, x, residual, weight, eps, out, total):
+    def _norm(self, x, residual, weight, eps, forms, total):
         num_rows, width = x.shape
         if not num_rows:
             return
         block = triton.next_power_of_2(width)
-        strides = x.stride(0), 0 if residual is None else residual.stride(0)
+        data, scale, scale_stride = (
+            (None, None, 0) if forms.quant is None else (forms.quant.data, forms.quant.scale, forms.quant.scale.stride(1))
+        )
+        strides = x.stride(0), 0 if residual is None else residual.stride(0), scale_stride
         rms_norm_kernel[(num_rows,)](
-            x, residual, weight, out, total, *strides, width, eps,
-            HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=num_warps(block),
+            x, residual, weight, forms.dense, data, scale, total, *strides, width, eps,
+            HAS_RESIDUAL=residual is not None, DENSE=forms.dense is not None, QUANT=forms.quant is not None,
+            BLOCK=block, num_warps=num_warps(block),
         )  # fmt: skip
 
-    def rope(self, x, positions, table):
+    def rope(self, x, positions, table, out=None):
         num_tokens, num_heads, dim = x.shape
         assert x.stride(2) == 1 and table.is_contiguous() and table.shape[1] == dim, (x.stride(), table.shape)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        assert out.shape == x.shape and out.stride(2) == 1, (out.shape, out.stride())
         if not out.numel():
             return out
         half = triton.next_power_of_2(dim // 2)
         heads = min(triton.next_power_of_2(num_heads), max(1, 1024 // half))
         grid = (num_tokens, triton.cdiv(num_heads, heads))
         rope_kernel[grid](
-            x, positions, table, out, x.stride(0), x.stride(1), num_heads, dim // 2, BLOCK_HEADS=heads, BLOCK_HALF=half
+            x, positions, table, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), num_heads, dim // 2,
+            BLOCK_HEADS=heads, BLOCK_HALF=half,
         )  # fmt: skip
         return out
 
-    def silu_mul(self, gate_up):
-        assert gate_up.ndim in (2, 3) and gate_up.stride(-1) == 1, (gate_up.shape, gate_up.stride())
-        x = gate_up if gate_up.ndim == 3 else gate_up[None]
+    def silu_mul(self, gate_up, quant=False, counts=None):
+        assert gate_up.ndim == (2 if counts is None else 3) and gate_up.stride(-1) == 1, (gate_up.shape, gate_up.stride())
+        x = gate_up[None] if counts is None else gate_up
         num_experts, capacity, inner = x.shape[0], x.shape[1], x.shape[2] // 2
-        if gate_up.ndim == 3:
-            out = masked_rows(num_experts, capacity, inner, x)
+        if counts is None:
+            out = quantized_rows(capacity, inner, x.device) if quant else torch.empty((capacity, inner), dtype=x.dtype, device=x.device)
+        elif quant:
+            out = quantized_masked_rows(num_experts, capacity, inner, x.device)
         else:
-            out = torch.empty((1, capacity, inner), dtype=x.dtype, device=x.device)
-        if out.numel():
-            block = min(2048, triton.next_power_of_2(inner))
-            silu_mul_kernel[(num_experts * capacity, triton.cdiv(inner, block))](
-                x, out, inner, capacity, x.stride(0), x.stride(1), out.stride(0), BLOCK=block, num_warps=num_warps(block)
-            )  # fmt: skip
-        return out if gate_up.ndim == 3 else out[0]
+            out = masked_rows(num_experts, capacity, inner, x.dtype, x.device)
+        if not num_experts * capacity * inner:
+            return out
+        data, scale = (out.data, out.scale) if quant else (out, None)
+        strides = x.stride(0), x.stride(1), data.stride(0), *((scale.stride(0), scale.stride(-1)) if quant else (0, 0))
+        block = min(2048, triton.next_power_of_2(inner))
+        silu_mul_kernel[(num_experts * capacity, triton.cdiv(inner, block))](
+            x, data, scale, counts, inner, capacity, *strides,
+            HAS_COUNTS=counts is not None, QUANT=quant, BLOCK=block, num_warps=num_warps(block),
+        )  # fmt: skip
+        return out

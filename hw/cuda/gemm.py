@@ -1,23 +1,23 @@
 """Matrix products: cuBLAS and CUTLASS for bf16 and fp32, DeepGEMM for fp8 and for large masked groups, Triton for what is left.
 
-FP8 weights meet bf16 activations that are quantised per token in groups of 128 on the way in (`quantize_kernel`), where the shape fits:
-blocks of 128 x 128, K a multiple of 128, N of 64. Other shapes, and fp32 activations, take the declared composite: dequantise, then
-the product in the model dtype.
+FP8 weights meet bf16 activations that are quantised per token in groups of 128, where the shape fits (`quantizes`): blocks of 128 x 128,
+K a multiple of 128, N of 64. Other shapes, and fp32 activations, take the declared composite: dequantise, then the product in the
+model dtype.
 """
 
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 import triton
 
-from hw.api import Matrix
+from hw.api import ExpertRows, Matrix, Rows
 from hw.cuda.layout import ALIGN_ROWS, masked_rows, whole
+from hw.cuda.quantize import quantize, quantize_masked
 from hw.cuda.rules import CUTLASS, DEEP_GEMM, GROUPED, LINEAR, MASKED
-from hw.cuda.triton_grouped import grouped_kernel, quantize_kernel
+from hw.cuda.triton_grouped import grouped_kernel
 from hw.quant import QuantTensor, dequantize
 from hw.rules import Candidate, Product, choose
-
-_GROUPS = 8  # of 128 channels in one quantising program
 
 
 class GemmOps:
@@ -27,100 +27,109 @@ class GemmOps:
         self._deep_gemm = deep_gemm
         self._absent_products = frozenset({DEEP_GEMM}) if deep_gemm is None else frozenset()
 
+    def quantizes(self, weight, dtype):
+        table = LINEAR if len(weight.shape) == 2 else MASKED
+        return isinstance(weight, QuantTensor) and self._library(table, 1, dtype, weight) == DEEP_GEMM
+
     def linear(self, x, weight):
-        if not isinstance(weight, QuantTensor):
-            return torch.nn.functional.linear(x, weight)
-        if self._library(LINEAR, x, weight) != DEEP_GEMM:
-            return torch.nn.functional.linear(x, dequantize(weight, x.dtype))
-        out = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
+        if not isinstance(weight, QuantTensor) or self._library(LINEAR, x.shape[0], dense_dtype(x), weight) != DEEP_GEMM:
+            return torch.nn.functional.linear(*_both_dense(x, weight))
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=weight.data.device)
         if x.shape[0]:
-            self._deep_gemm.fp8_gemm_nt(quantize(x), (weight.data, weight.scale.float()), out)
+            x = x if isinstance(x, QuantTensor) else quantize(x)
+            self._deep_gemm.fp8_gemm_nt((x.data, x.scale), (weight.data, weight.scale.float()), out)
         return out
 
-    def head_matmul(self, x, weight):
-        out = torch.empty((x.shape[0], x.shape[1], weight.shape[2]), dtype=x.dtype, device=x.device)
-        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    def absorb_query(self, q, positions, table, w_uk):
+        num_tokens, num_heads, _ = q.shape
+        nope, latent = w_uk.shape[1:]
+        out = torch.empty((num_tokens, num_heads, latent + table.shape[1]), dtype=q.dtype, device=q.device)
+        torch.bmm(q[..., :nope].transpose(0, 1), w_uk, out=out[..., :latent].transpose(0, 1))
+        self.rope(q[..., nope:], positions, table, out=out[..., latent:])
         return out
 
-    def grouped_linear(self, x, weight, counts):
-        data = weight.data if isinstance(weight, QuantTensor) else weight
-        num_rows, outer = x.shape[0], data.shape[1]
-        assert num_rows == sum(counts) and len(counts) == data.shape[0], (num_rows, sum(counts), len(counts), data.shape)
+    def unabsorb(self, out, w_uv, quant=False):
+        num_tokens, num_heads, _ = out.shape
+        values = torch.empty((num_tokens, num_heads, w_uv.shape[1]), dtype=out.dtype, device=out.device)
+        torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.transpose(0, 1))
+        return quantize(values.flatten(1)) if quant else values.flatten(1)
+
+    def expand_latent(self, latent, key, kv_up, nope):
+        (num_tokens, rope), num_heads = key.shape, kv_up.shape[0]
+        keys = torch.empty((num_tokens, num_heads, nope + rope), dtype=latent.dtype, device=latent.device)
+        each = latent.expand(num_heads, -1, -1)
+        torch.bmm(each, kv_up[:, :nope].transpose(1, 2), out=keys[..., :nope].transpose(0, 1))
+        keys[..., nope:] = key[:, None]
+        values = torch.empty((num_tokens, num_heads, kv_up.shape[1] - nope), dtype=latent.dtype, device=latent.device)
+        torch.bmm(each, kv_up[:, nope:].transpose(1, 2), out=values.transpose(0, 1))
+        return keys, values
+
+    def grouped_linear(self, x, weight, layout):
+        num_rows, outer = layout.starts[-1], weight.shape[1]
+        assert x.shape[0] == num_rows and len(layout.counts) == weight.shape[0], (x.shape, layout.starts, weight.shape)
         if not num_rows:
-            return torch.empty((0, outer), dtype=x.dtype, device=x.device)
-        if isinstance(weight, QuantTensor):
-            if self._library(GROUPED, x, weight) == DEEP_GEMM:
-                return self._deep_gemm_contiguous(x, weight, counts)
-            weight = dequantize(weight, x.dtype)
-        if self._library(GROUPED, x, weight) == CUTLASS:
-            ends = torch.tensor(counts).cumsum(0).int().to(x.device)
+            return torch.empty((0, outer), dtype=dense_dtype(x), device=weight.data.device)
+        if isinstance(weight, QuantTensor) and self._library(GROUPED, num_rows, dense_dtype(x), weight) == DEEP_GEMM:
+            return self._deep_gemm_contiguous(x, weight, layout)
+        x, weight = _both_dense(x, weight)
+        if self._library(GROUPED, num_rows, x.dtype, weight) == CUTLASS:
+            ends = torch.tensor(layout.starts[1:], dtype=torch.int32).to(x.device)
             return torch.nn.functional.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
-        return _triton_contiguous(x, weight, counts)
+        return _triton_contiguous(x, weight, layout)
 
     def grouped_linear_masked(self, x, weight, counts):
-        num_experts, capacity = x.shape[:2]
-        outer = weight.data.shape[1] if isinstance(weight, QuantTensor) else weight.shape[1]
-        out = masked_rows(num_experts, capacity, outer, x)
+        num_experts, capacity, _ = x.shape
+        out = masked_rows(num_experts, capacity, weight.shape[1], dense_dtype(x), weight.data.device)
         if not out.numel():
             return out
-        if isinstance(weight, QuantTensor):
-            if self._library(MASKED, x, weight) == DEEP_GEMM:
-                pair = weight.data, weight.scale.float()
-                self._deep_gemm.m_grouped_fp8_gemm_nt_masked(quantize_masked(x, counts), pair, whole(out), counts.int(), capacity)
-                return out
-            weight = dequantize(weight, x.dtype)
-        if self._library(MASKED, x, weight) == DEEP_GEMM:
-            self._deep_gemm.m_grouped_bf16_gemm_nt_masked(whole(x), weight, whole(out), counts.int(), capacity)
+        if isinstance(weight, QuantTensor) and self._library(MASKED, capacity, dense_dtype(x), weight) == DEEP_GEMM:
+            x = whole(x if isinstance(x, QuantTensor) else quantize_masked(x, counts))
+            pair = weight.data, weight.scale.float()
+            self._deep_gemm.m_grouped_fp8_gemm_nt_masked((x.data, x.scale), pair, whole(out), counts, capacity)
+            return out
+        x, weight = _both_dense(x, weight)
+        if self._library(MASKED, capacity, x.dtype, weight) == DEEP_GEMM:
+            self._deep_gemm.m_grouped_bf16_gemm_nt_masked(whole(x), weight, whole(out), counts, capacity)
             return out
         _triton_masked(x, weight, counts, out)
         return out
 
-    def _library(self, candidates: tuple[Candidate, ...], x: torch.Tensor, weight: Matrix) -> str:
+    def _library(self, candidates: tuple[Candidate, ...], rows: int, dtype: torch.dtype, weight: Matrix) -> str:
         """Who does this product."""
-        return choose("product", candidates, Product.of(x.shape[-2], x.dtype, weight), self._absent_products).library
+        return choose("product", candidates, Product.of(rows, dtype, weight), self._absent_products).library
 
-    def _deep_gemm_contiguous(self, x: torch.Tensor, weight: QuantTensor, counts: list[int]) -> torch.Tensor:
-        """Quantising moves each expert's rows to a multiple of 128, where DeepGEMM wants them; the results come back together.
-
-        rows       | expert 0 | expert 1 | ...            padded     | expert 0 | - | expert 1 | - | ...     - : expert -1
-        """
-        experts = torch.arange(len(counts), dtype=torch.int32)
-        lens = torch.tensor(counts)
-        padded = (lens + ALIGN_ROWS - 1) // ALIGN_ROWS * ALIGN_ROWS
-        shift = (padded.cumsum(0) - padded) - (lens.cumsum(0) - lens)
-        rows = torch.arange(x.shape[0]) + shift.repeat_interleave(lens)
-        layout = torch.full((int(padded.sum()),), -1, dtype=torch.int32)
-        layout[rows] = experts.repeat_interleave(lens)
-        rows, layout = rows.to(x.device), layout.to(x.device)
-        out = torch.empty((layout.shape[0], weight.data.shape[1]), dtype=x.dtype, device=x.device)
-        pair = quantize(x, rows, layout.shape[0])
-        self._deep_gemm.m_grouped_fp8_gemm_nt_contiguous(pair, (weight.data, weight.scale.float()), out, layout)
-        return out[rows]
-
-
-def quantize(x: torch.Tensor, rows: torch.Tensor | None = None, num_rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x `[T, K]` -> e4m3 `[num_rows, K]` and its scales `[num_rows, K / 128]`, column-major. Row i goes to row `rows[i]`, if given."""
-    data, scale = _quantize(x[None], rows, None, x.shape[0] if num_rows is None else num_rows)
-    return data[0], scale[0]
+    def _deep_gemm_contiguous(self, x: Rows, weight: QuantTensor, layout: ExpertRows) -> torch.Tensor:
+        """DeepGEMM wants each expert's rows to start at a multiple of 128; rows in another layout go there and their results come back."""
+        device = weight.data.device
+        if layout.align != ALIGN_ROWS or layout.experts is None:
+            padded, here = ExpertRows(layout.counts, ALIGN_ROWS), real_rows(layout)
+            there, experts = real_rows(padded), torch.full((padded.starts[-1],), -1, dtype=torch.int32)
+            experts[there] = torch.arange(len(layout.counts), dtype=torch.int32).repeat_interleave(torch.tensor(layout.counts))
+            dense = dequantize(x, torch.bfloat16) if isinstance(x, QuantTensor) else x
+            here, there = here.to(device), there.to(device)
+            moved = dense.new_empty(padded.starts[-1], dense.shape[1]).index_copy_(0, there, dense[here])
+            result = self._deep_gemm_contiguous(moved, weight, replace(padded, experts=experts.to(device)))
+            return result.new_empty(x.shape[0], result.shape[1]).index_copy_(0, here, result[there])
+        x = x if isinstance(x, QuantTensor) else quantize(x)
+        out = torch.empty((x.shape[0], weight.shape[1]), dtype=torch.bfloat16, device=device)
+        pair = weight.data, weight.scale.float()
+        self._deep_gemm.m_grouped_fp8_gemm_nt_contiguous((x.data, x.scale), pair, out, layout.experts)
+        return out
 
 
-def quantize_masked(x: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x `[E, capacity, K]`, of which the first `counts[e]` rows are real -> e4m3 `[E, aligned capacity, K]` and scales."""
-    return _quantize(x, None, counts, -(-x.shape[1] // ALIGN_ROWS) * ALIGN_ROWS)
+def dense_dtype(x: Rows) -> torch.dtype:
+    """Of the values of x, and so of a product of x."""
+    return torch.bfloat16 if isinstance(x, QuantTensor) else x.dtype
 
 
-def _quantize(x: torch.Tensor, rows: torch.Tensor | None, counts: torch.Tensor | None, data_rows: int):
-    num_experts, capacity, inner = x.shape
-    assert x.stride(2) == 1 and inner % 128 == 0, (x.stride(), inner)
-    num_groups = inner // 128
-    stride = -(-data_rows // 4) * 4  # a column of scales starts at 16 bytes
-    data = torch.empty((num_experts, data_rows, inner), dtype=torch.float8_e4m3fn, device=x.device)
-    columns = torch.empty((num_experts, num_groups, stride), device=x.device)
-    quantize_kernel[(num_experts * capacity, triton.cdiv(num_groups, _GROUPS))](
-        x, rows, counts, data, columns, x.stride(0), x.stride(1), capacity, data_rows, stride, num_groups,
-        HAS_ROWS=rows is not None, HAS_COUNTS=counts is not None, GROUPS=_GROUPS,
-    )  # fmt: skip
-    return data, columns.transpose(1, 2)[:, :data_rows]
+def real_rows(layout: ExpertRows) -> torch.Tensor:
+    """Places of the rows that are not gaps, `[sum(counts)]` int64 on the host."""
+    return torch.cat([torch.arange(first, first + count) for first, count in zip(layout.starts, layout.counts, strict=False)])
+
+
+def _both_dense(x: Rows, weight: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = dense_dtype(x)
+    return tuple(dequantize(side, dtype) if isinstance(side, QuantTensor) else side for side in (x, weight))
 
 
 def _blocks(rows: int, x: torch.Tensor) -> dict[str, int]:
@@ -132,12 +141,11 @@ def _blocks(rows: int, x: torch.Tensor) -> dict[str, int]:
             "num_warps": 8 if block_m == 128 else 4, "num_stages": 2 if fp32 else 4}  # fmt: skip
 
 
-def _triton_contiguous(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    blocks = _blocks(max(counts), x)
-    step, first, tiles = blocks["BLOCK_M"], 0, []
-    for expert, count in enumerate(counts):
+def _triton_contiguous(x: torch.Tensor, weight: torch.Tensor, layout: ExpertRows) -> torch.Tensor:
+    blocks = _blocks(max(layout.counts), x)
+    step, tiles = blocks["BLOCK_M"], []
+    for expert, (first, count) in enumerate(zip(layout.starts, layout.counts, strict=False)):
         tiles += [(expert, first + low, min(step, count - low)) for low in range(0, count, step)]
-        first += count
     table = torch.tensor(tiles, dtype=torch.int32).T.contiguous().to(x.device)
     out = torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
     _launch(x, weight, out, None, table, len(tiles), (0, 0), blocks)

@@ -40,9 +40,10 @@ def scatter_rows_kernel(
 
 @triton.jit
 def combine_kernel(
-    y_ptr, home_ptr, weight_ptr, out_ptr, capacity, expert_stride, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr, home_ptr, weight_ptr, shared_ptr, out_ptr, capacity, expert_stride, width,
+    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of columns). The reduction rule: weight * row in top-k order in fp32."""
+    """Grid (tokens, blocks of columns). The reduction rule: weight * row in top-k order in fp32, then the shared experts' row."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
@@ -50,4 +51,6 @@ def combine_kernel(
     for k in tl.static_range(TOP_K):
         row = tl.load(y_ptr + home_of(home_ptr + token * TOP_K + k, capacity, expert_stride, width) + cols, mask, other=0.0)
         total += row.to(tl.float32) * tl.load(weight_ptr + token * TOP_K + k)
-    tl.store(out_ptr + token * width + cols, total, mask)
+    if HAS_SHARED:
+        total += tl.load(shared_ptr + token * width + cols, mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * width + cols, total.to(out_ptr.dtype.element_ty), mask)

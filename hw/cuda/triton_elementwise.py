@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from hw.cuda.triton_quantize import store_quantized
+
 
 @triton.jit
 def normed_row(x, weight, width, eps):
@@ -14,10 +16,10 @@ def normed_row(x, weight, width, eps):
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, width, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, data_ptr, scale_ptr, sum_ptr, x_stride, residual_stride, scale_stride, width, eps,
+    HAS_RESIDUAL: tl.constexpr, DENSE: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,). With a residual the sum is rounded to the model dtype, stored, and normed."""
+    """Grid (rows,). With a residual the sum is rounded to the model dtype, stored and normed. Stores the norm dense, quantised or both."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
@@ -26,8 +28,11 @@ def rms_norm_kernel(
         residual = tl.load(residual_ptr + row * residual_stride + cols, mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row * width + cols, x, mask)
-    weight = tl.load(weight_ptr + cols, mask, other=0.0)
-    tl.store(out_ptr + row * width + cols, normed_row(x, weight, width, eps), mask)
+    normed = normed_row(x, tl.load(weight_ptr + cols, mask, other=0.0), width, eps)
+    if DENSE:
+        tl.store(out_ptr + row * width + cols, normed, mask)
+    if QUANT:
+        store_quantized(normed, data_ptr + row * width, scale_ptr + row, scale_stride, width, BLOCK)
 
 
 @triton.jit
@@ -42,10 +47,10 @@ def rotated(x_ptr, table_ptr, pairs, half, mask):
 
 @triton.jit
 def rope_kernel(
-    x_ptr, positions_ptr, table_ptr, out_ptr, token_stride, head_stride, num_heads, half,
+    x_ptr, positions_ptr, table_ptr, out_ptr, token_stride, head_stride, out_token_stride, out_head_stride, num_heads, half,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of heads); out `[T, H, 2 * half]` contiguous."""
+    """Grid (tokens, blocks of heads). A program reads all that it writes before it writes, so out may be x."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
@@ -57,45 +62,71 @@ def rope_kernel(
     cos = tl.load(table_row, pairs < half, other=0.0)[None, :]
     sin = tl.load(table_row + half, pairs < half, other=0.0)[None, :]
     out = tl.interleave(a * cos - b * sin, b * cos + a * sin)
-    tl.store(out_ptr + (token * num_heads + heads) * 2 * half + cols, out.to(out_ptr.dtype.element_ty), mask)
+    tl.store(out_ptr + token * out_token_stride + heads * out_head_stride + cols, out.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def silu_mul_kernel(
-    x_ptr, out_ptr, inner, capacity, x_expert_stride, x_stride, out_expert_stride, BLOCK: tl.constexpr
+    x_ptr, out_ptr, scale_ptr, counts_ptr, inner, capacity, x_expert_stride, x_stride, out_expert_stride, scale_expert_stride, scale_stride,
+    HAS_COUNTS: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (experts * capacity, blocks of columns); x `[E, capacity, 2 * inner]`, gate first."""
+    """Grid (experts * capacity, blocks of columns); x `[E, capacity, 2 * inner]`, gate first; rows beyond `counts[e]` are skipped."""
     expert, row = tl.program_id(0).to(tl.int64) // capacity, tl.program_id(0) % capacity
+    if HAS_COUNTS:  # noqa: SIM102  (this one is the compiler's)
+        if row >= tl.load(counts_ptr + expert):
+            return
+    first = tl.program_id(1) * BLOCK
     x_ptr += expert * x_expert_stride + row * x_stride
     out_ptr += expert * out_expert_stride + row * inner
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    cols = first + tl.arange(0, BLOCK)
     mask = cols < inner
     gate = tl.load(x_ptr + cols, mask, other=0.0)
     up = tl.load(x_ptr + inner + cols, mask, other=0.0)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out_ptr + cols, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask)
+    product = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    if QUANT:
+        scale_ptr += expert * scale_expert_stride + row + first // 128 * scale_stride
+        store_quantized(product, out_ptr + first, scale_ptr, scale_stride, inner - first, BLOCK)
+    else:
+        tl.store(out_ptr + cols, product, mask)
 
 
 @triton.jit
 def latent_write_kernel(
-    kv_ptr, weight_ptr, positions_ptr, table_ptr, slots_ptr, cache_ptr, latent_ptr, key_ptr, kv_stride, rank, half, eps,
-    BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    down_ptr, q_weight_ptr, weight_ptr, positions_ptr, table_ptr, slots_ptr, cache_ptr, q_ptr, q_scale_ptr, latent_ptr, key_ptr,
+    stride, scale_stride, q_rank, rank, half, eps,
+    QUANT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). Norm, rotate, store three times: latent, key, and both in the cache, which is contiguous, at the token's slot."""
+    """Grid (tokens, 2 with a query's latent, else 1).
+
+    Program 0 norms the keys' latent, rotates the key, and stores them three times: latent, key, and both in the cache, which is contiguous,
+    at the token's slot. Program 1 norms the query's latent, and quantises it if QUANT.
+    """
     token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 1:
+        cols = tl.arange(0, BLOCK_Q)
+        mask = cols < q_rank
+        x = tl.load(down_ptr + token * stride + cols, mask, other=0.0)
+        normed = normed_row(x, tl.load(q_weight_ptr + cols, mask, other=0.0), q_rank, eps)
+        if QUANT:
+            store_quantized(normed, q_ptr + token * q_rank, q_scale_ptr + token, scale_stride, q_rank, BLOCK_Q)
+        else:
+            tl.store(q_ptr + token * q_rank + cols, normed, mask)
+        return
+    kv_ptr = down_ptr + token * stride + q_rank
     slot = tl.load(slots_ptr + token)
     entry = cache_ptr + slot * (rank + 2 * half)
     cols = tl.arange(0, BLOCK_RANK)
     mask = cols < rank
-    x = tl.load(kv_ptr + token * kv_stride + cols, mask, other=0.0)
+    x = tl.load(kv_ptr + cols, mask, other=0.0)
     latent = normed_row(x, tl.load(weight_ptr + cols, mask, other=0.0), rank, eps)
     tl.store(latent_ptr + token * rank + cols, latent, mask)
     tl.store(entry + cols, latent, mask & (slot >= 0))
     pairs = tl.arange(0, BLOCK_HALF)
     mask = pairs < half
     table_row = table_ptr + tl.load(positions_ptr + token) * 2 * half
-    first, second = rotated(kv_ptr + token * kv_stride + rank, table_row, pairs, half, mask)
+    first, second = rotated(kv_ptr + rank, table_row, pairs, half, mask)
     first, second = first.to(x.dtype), second.to(x.dtype)
     key = key_ptr + token * 2 * half + 2 * pairs
     tl.store(key, first, mask)

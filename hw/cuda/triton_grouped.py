@@ -1,4 +1,4 @@
-"""Grouped matrix products and FP8 quantisation of activations in the layout DeepGEMM wants."""
+"""Grouped matrix products."""
 
 import triton
 import triton.language as tl
@@ -45,32 +45,3 @@ def grouped_kernel(
         acc = tl.dot(x, w, acc, input_precision="ieee")
     out = out_ptr + places[:, None] * outer + cols[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), row_ok[:, None] & col_ok[None, :])
-
-
-@triton.jit
-def quantize_kernel(
-    x_ptr, rows_ptr, counts_ptr, data_ptr, scale_ptr, x_expert_stride, x_stride, capacity, data_rows, scale_stride, num_groups,
-    HAS_ROWS: tl.constexpr, HAS_COUNTS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, blocks of groups). Each token's groups of 128 channels to e4m3 and one fp32 scale, as `hw.quant` does it.
-
-    x has `capacity` rows to an expert, data `data_rows`; rows of expert e beyond `counts[e]` are skipped. With one expert, row i may go
-    to row `rows[i]`. Scales lie column by column, `[experts, num_groups, scale_stride]`.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    expert, local = row // capacity, row % capacity
-    if HAS_COUNTS:  # noqa: SIM102  (this one is the compiler's)
-        if local >= tl.load(counts_ptr + expert):
-            return
-    target = local
-    if HAS_ROWS:
-        target = tl.load(rows_ptr + local).to(tl.int64)
-    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    group_ok = groups < num_groups
-    cols = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + expert * x_expert_stride + local * x_stride + cols, group_ok[:, None], other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), 1e-4), 448.0)
-    scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    data = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(data_ptr.dtype.element_ty)
-    tl.store(data_ptr + (expert * data_rows + target) * num_groups * 128 + cols, data, group_ok[:, None])
-    tl.store(scale_ptr + (expert * num_groups + groups) * scale_stride + target, scale, group_ok)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hw.api import ExpertMode, ExpertStep
+from hw.api import Activation, ExpertMode, ExpertStep
 from hw.cpu.invariant import InvariantOps
 from hw.select import NAMES, open_backend
 from hw.testing import available_backends
@@ -65,14 +65,14 @@ def test_what_is_dispatched_comes_home(name: str, mode: ExpertMode, num_tokens: 
     comm, device = backend.expert_comm, backend.runtime.device
     x, topk = torch.randn(num_tokens, dim).to(device), random_topk(num_tokens, top_k, num_experts).to(device)
     weight = torch.rand(num_tokens, top_k).to(device)
-    sent = comm.dispatch(x, topk, ExpertStep(mode, num_tokens), num_experts)
+    sent = comm.dispatch(Activation(x), topk, ExpertStep(mode, num_tokens), num_experts)
     counts = [int((topk == e).sum()) for e in range(num_experts)]
     assert sent.mode is mode and sent.counts.tolist() == counts
     if mode is ExpertMode.THROUGHPUT:
-        assert sent.counts_host == counts and sent.x.shape == (num_tokens * top_k, dim)
+        assert sent.layout.counts == counts and sent.layout.align == 1 and sent.x.shape == (num_tokens * top_k, dim)
         groups = sent.x.split(counts)
     else:
-        assert sent.counts_host is None and sent.x.shape[0] == num_experts and sent.x.shape[2] == dim
+        assert sent.layout is None and sent.x.shape[0] == num_experts and sent.x.shape[2] == dim
         groups = [sent.x[e, : counts[e]] for e in range(num_experts)]
     for e, rows in enumerate(groups):
         assert torch.equal(rows, x[(topk == e).any(-1)]), f"expert {e} gets its tokens in the order of the batch"
@@ -100,12 +100,12 @@ def test_sums_run_in_topk_order_in_fp32(name: str, mode: ExpertMode):
     comm, device = backend.expert_comm, backend.runtime.device
     x = torch.ones(1, 4, dtype=torch.bfloat16, device=device)
     weight = torch.tensor([[2.0**12, 2.0**-11, -(2.0**12), 1.0]], device=device)
-    sent = comm.dispatch(x, torch.tensor([[3, 0, 2, 1]], device=device), ExpertStep(mode, 1), 4)
-    home = comm.combine(sent.x, weight, sent)
+    sent = comm.dispatch(Activation(x), torch.tensor([[3, 0, 2, 1]], device=device), ExpertStep(mode, 1), 4)
+    home = comm.combine(sent.x.float(), weight, sent)
     # In bf16, or with the one added before the large terms have gone, the small term would be lost.
     assert home.tolist() == [[1.0 + 2.0**-11] * 4]
     big = torch.tensor([[2.0**24, 1.0, -(2.0**24), 0.0]], device=device)
-    assert comm.combine(sent.x, big, sent).tolist() == [[0.0] * 4]  # fp32, first to last: 2^24 + 1 is 2^24
+    assert comm.combine(sent.x.float(), big, sent).tolist() == [[0.0] * 4]  # fp32, first to last: 2^24 + 1 is 2^24
 
 
 @BACKENDS
@@ -115,7 +115,7 @@ def test_low_latency_refuses_more_tokens_than_its_cap(name: str):
     def dispatch(num_tokens: int, mode: ExpertMode) -> None:
         x, topk = torch.zeros(num_tokens, 2), torch.zeros(num_tokens, 1, dtype=torch.int64)
         device = backend.runtime.device
-        backend.expert_comm.dispatch(x.to(device), topk.to(device), ExpertStep(mode, num_tokens), 1)
+        backend.expert_comm.dispatch(Activation(x.to(device)), topk.to(device), ExpertStep(mode, num_tokens), 1)
 
     dispatch(3, ExpertMode.LOW_LATENCY)
     with pytest.raises(AssertionError, match=r"\(4, 3\)"):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from hw.api import ExpertMode, ExpertStep, GateRule, SampleInputs, Unsupported
+from hw.api import Activation, ExpertMode, ExpertRows, ExpertStep, GateRule, SampleInputs, Unsupported
 from hw.cpu.reference.ops import ReferenceOps
 from hw.groups import Groups
 from hw.quant import QuantTensor, dequantize, quantize_activation, quantize_weight_blocks
@@ -49,7 +49,7 @@ def test_what_is_refused_and_why():
 def test_decode_of_v3(opened, composites, library: bool, num_heads: int, query_len: int, lens: tuple[int, ...]):
     cache, page_table = pages(lens, 64, 576, 2, BF16)
     q = normal(len(lens), query_len, num_heads, 576, dtype=BF16)
-    args = (q, cache, page_table, torch.tensor(lens, dtype=torch.int32), max(lens), 512, 576**-0.5)
+    args = (q, cache, page_table, torch.tensor(lens, dtype=torch.int32), max(lens), 512, 576**-0.5, None, True)
     check(opened.ops if library else composites, "mla_decode", "v3", Call(args), opened.runtime.device)
 
 
@@ -66,16 +66,36 @@ def test_rows_of_v3(opened):
     x, residual, norm = normal(129, 7168, dtype=BF16), normal(129, 7168, dtype=BF16), normal(7168, dtype=BF16)
     check(ops, "add_rms_norm", "v3", Call((x, residual, norm, 1e-6)), device)
     check(ops, "silu_mul", "v3", Call((normal(129, 36864, dtype=BF16),)), device)
-    kv, positions = normal(129, 2112, dtype=BF16)[:, 1536:], torch.randint(0, 9000, (129,))
+    down, positions = normal(129, 2112, dtype=BF16), torch.randint(0, 9000, (129,))
     cache, slots = normal(20, 64, 576, dtype=BF16), torch.randperm(20 * 64)[:129]
     slots[5] = -1
-    args = (kv, normal(512, dtype=BF16), 1e-6, positions, table(9000, 64), cache, slots)
-    check(ops, "latent_write", "v3", Call(args, changes=(5,)), device)
+    for quant in (False, True):
+        args = (down, normal(1536, dtype=BF16), normal(512, dtype=BF16), 1e-6, positions, table(9000, 64), cache, slots, quant)
+        check(ops, "latent_write", f"v3, quantised {quant}", Call(args, changes=(6,)), device)
     rule = GateRule(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
     check(ops, "gate_topk", "v3", Call((torch.randn(1023, 256), torch.randn(256) * 0.2, rule)), device)
-    check(
-        ops, "head_matmul", "v3", Call((normal(129, 128, 192, dtype=BF16)[..., :128], weight(128, 256, 512, dtype=BF16)[:, :128])), device
-    )
+    kv_up = weight(128, 256, 512, dtype=BF16)
+    check(ops, "absorb_query", "v3", Call((normal(129, 128, 192, dtype=BF16), positions, table(9000, 64), kv_up[:, :128])), device)
+    for quant in (False, True):
+        check(ops, "unabsorb", "v3", Call((normal(129, 128, 512, dtype=BF16), kv_up[:, 128:], quant)), device)
+    check(ops, "expand_latent", "v3", Call((normal(129, 512, dtype=BF16), normal(129, 64, dtype=BF16), kv_up, 128)), device)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 130])
+def test_quantised_with_the_op_before_or_on_their_own_the_rows_are_the_same_bits(opened, num_rows: int):
+    from hw.cuda.quantize import quantize
+
+    ops, device = opened.ops, opened.runtime.device
+    put = lambda *shape: normal(*shape, dtype=BF16).to(device)  # noqa: E731
+    forms, _ = ops.add_rms_norm(put(num_rows, 7168), put(num_rows, 7168), put(7168), 1e-6, True, True)
+    gate_up = put(num_rows, 4096)
+    masked, counts = put(4, num_rows, 4096), torch.tensor([num_rows, 0, 1, num_rows // 2], device=device, dtype=torch.int32)
+    pairs = [(forms.quant, forms.dense), (ops.silu_mul(gate_up, True), ops.silu_mul(gate_up))]
+    apart, dense = ops.silu_mul(masked, True, counts), ops.silu_mul(masked, False, counts)
+    pairs += [(QuantTensor(apart.data[e, :n], apart.scale[e, :n], block=(1, 128)), dense[e, :n]) for e, n in enumerate(counts.tolist())]
+    for fused, rows in pairs:
+        alone = quantize(rows)
+        assert torch.equal(fused.data.view(torch.uint8), alone.data.view(torch.uint8)) and torch.equal(fused.scale, alone.scale)
 
 
 def test_sampling_of_a_large_vocabulary(opened):
@@ -88,15 +108,14 @@ def test_sampling_of_a_large_vocabulary(opened):
 
 @pytest.mark.parametrize("shape", [(1, 128), (7, 7168), (1023, 1536)])
 def test_quantising_activations_is_the_reference_to_the_bit(opened, shape: tuple[int, int]):
-    from hw.cuda.gemm import quantize
+    from hw.cuda.quantize import quantize
 
     x = normal(*shape, dtype=BF16)
     x[0, :128] = 0.0
-    data, scale = quantize(x.to(opened.runtime.device))
-    expected = quantize_activation(x)
-    assert_close(scale, expected.scale, (0.0, 0.0), "scales")
-    assert_close(data.float(), expected.data.float(), (0.0, 0.0), "data")
-    assert scale.stride() == (1, -(-shape[0] // 4) * 4)
+    found, expected = quantize(x.to(opened.runtime.device)), quantize_activation(x)
+    assert_close(found.scale, expected.scale, (0.0, 0.0), "scales")
+    assert_close(found.data.float(), expected.data.float(), (0.0, 0.0), "data")
+    assert found.scale.stride() == (1, -(-shape[0] // 4) * 4)
 
 
 def quantized_product(x: torch.Tensor, w: QuantTensor) -> torch.Tensor:
@@ -108,8 +127,10 @@ def quantized_product(x: torch.Tensor, w: QuantTensor) -> torch.Tensor:
 @pytest.mark.parametrize(("outer", "inner"), [(576, 512), (2112, 7168)])
 def test_fp8_products(opened, num_rows: int, outer: int, inner: int):
     x, w = normal(num_rows, inner, dtype=BF16), quantize_weight_blocks(weight(outer, inner, dtype=torch.float32))
-    actual = opened.ops.linear(*(to_device(arg, opened.runtime.device) for arg in (x, w)))
-    assert_close(actual, quantized_product(x, w), tolerance(BF16), "linear")
+    assert opened.ops.quantizes(w, BF16) and not opened.ops.quantizes(w, torch.float32)
+    for rows in (x, quantize_activation(x)):
+        actual = opened.ops.linear(*(to_device(arg, opened.runtime.device) for arg in (rows, w)))
+        assert_close(actual, quantized_product(x, w), tolerance(BF16), "linear")
 
 
 COUNTS = (3, 0, 130, 1, 16)
@@ -120,14 +141,14 @@ def test_fp8_products_of_experts(opened):
     w = quantize_weight_blocks(weight(len(COUNTS), outer, inner, dtype=torch.float32))
     there = to_device(w, device)
     x = normal(sum(COUNTS), inner, dtype=BF16)
-    actual = opened.ops.grouped_linear(x.to(device), there, list(COUNTS))
+    actual = opened.ops.grouped_linear(x.to(device), there, ExpertRows(list(COUNTS)))
     rows = [quantized_product(part, w.expert(e)) for e, part in enumerate(x.split(COUNTS))]
     assert_close(actual, torch.cat(rows), tolerance(BF16), "contiguous")
     # A capacity that is no multiple of a tile: a full expert's last tile must not reach into the next one's rows.
     for counts in (COUNTS, (7, 7, 0, 1, 7), (128, 0, 128, 128, 1)):
         masked = normal(len(counts), max(counts), inner, dtype=BF16)
         masked[torch.arange(max(counts)) >= torch.tensor(counts)[:, None]] = torch.nan
-        actual = opened.ops.grouped_linear_masked(masked.to(device), there, torch.tensor(counts, device=device)).cpu()
+        actual = opened.ops.grouped_linear_masked(masked.to(device), there, torch.tensor(counts, device=device, dtype=torch.int32)).cpu()
         for e, count in enumerate(counts):
             assert_close(actual[e, :count], quantized_product(masked[e, :count], w.expert(e)), tolerance(BF16), f"{counts}, expert {e}")
 
@@ -139,9 +160,9 @@ def test_bf16_products_of_experts(opened, composites, library: bool):
     for counts in (COUNTS, (7, 7, 0, 1, 7), (128, 0, 128, 128, 1)):
         x = normal(len(counts), max(counts), 1024, dtype=BF16)
         real = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
-        call = Call((x, w, torch.tensor(counts)), real=lambda result, real=real: result[real.to(result.device)])
+        call = Call((x, w, torch.tensor(counts, dtype=torch.int32)), real=lambda result, real=real: result[real.to(result.device)])
         check(ops, "grouped_linear_masked", str(counts), call, device)
-        check(ops, "grouped_linear", str(counts), Call((x[real], w, list(counts))), device)
+        check(ops, "grouped_linear", str(counts), Call((x[real], w, ExpertRows(list(counts)))), device)
 
 
 def test_nothing_waits_in_a_decode_step(opened, composites):
@@ -159,12 +180,13 @@ def test_nothing_waits_in_a_decode_step(opened, composites):
         ("rope", put(normal(num, 2, 64, dtype=BF16), torch.arange(num), table(99, 64))),
         ("linear", put(normal(num, 512, dtype=BF16), weight(64, 512, dtype=BF16))),
         ("linear", put(normal(num, 512, dtype=BF16), w8)),
-        ("head_matmul", put(normal(num, 2, 64, dtype=BF16), weight(2, 64, 64, dtype=BF16))),
+        ("absorb_query", put(normal(num, 2, 128, dtype=BF16), torch.arange(num), table(99, 64), weight(2, 64, 64, dtype=BF16))),
+        ("unabsorb", [*put(normal(num, 4, 64, dtype=BF16), weight(4, 32, 64, dtype=BF16)), True]),
         ("mla_decode", [*put(normal(num, 1, 16, 576, dtype=BF16), cache, page_table, torch.tensor(lens).int()), 130, 512, 0.04]),
         ("gate_topk", [*put(torch.randn(num, 16), torch.randn(16)), GateRule(2, "sigmoid", 4, 2, "top2_sum", True, 1.0)]),
-        ("grouped_linear_masked", put(normal(4, num, 512, dtype=BF16), weight(4, 64, 512, dtype=BF16), torch.arange(4))),
-        ("grouped_linear_masked", put(normal(4, num, 512, dtype=BF16), w8_experts, torch.arange(4))),
-        ("silu_mul", put(normal(4, num, 64, dtype=BF16))),
+        ("grouped_linear_masked", put(normal(4, num, 512, dtype=BF16), weight(4, 64, 512, dtype=BF16), torch.arange(4).int())),
+        ("grouped_linear_masked", put(normal(4, num, 512, dtype=BF16), w8_experts, torch.arange(4).int())),
+        ("silu_mul", [put(normal(4, num, 256, dtype=BF16))[0], True, torch.arange(4, dtype=torch.int32, device=device)]),
         ("sample", put(torch.randn(num, 1000), inputs)),
         ("logprobs", [*put(torch.randn(num, 1000), torch.arange(num)), 3]),
     ]
@@ -174,7 +196,7 @@ def test_nothing_waits_in_a_decode_step(opened, composites):
         for op, args in calls:
             getattr(opened.ops, op)(*args)
             getattr(composites, op)(*args)
-        sent = opened.expert_comm.dispatch(x, topk, ExpertStep(ExpertMode.LOW_LATENCY, num), 8)
+        sent = opened.expert_comm.dispatch(Activation(x), topk, ExpertStep(ExpertMode.LOW_LATENCY, num), 8)
         opened.expert_comm.combine(sent.x, weights, sent)
 
     step()  # compiles
@@ -205,7 +227,7 @@ def test_a_nan_from_a_broken_weight_gives_ids_in_range(opened):
 def test_reference_of_a_masked_case_without_rows():
     """The twin of the tests above, on its own: no expert has a row."""
     x, w = torch.zeros(2, 4, 8), quantize_weight_blocks(torch.randn(2, 3, 8))
-    assert ReferenceOps().grouped_linear_masked(x, w, torch.zeros(2, dtype=torch.int64)).shape == (2, 4, 3)
+    assert ReferenceOps().grouped_linear_masked(x, w, torch.zeros(2, dtype=torch.int32)).shape == (2, 4, 3)
 
 
 def test_layers_share_a_decode_plan(opened):
@@ -217,7 +239,7 @@ def test_layers_share_a_decode_plan(opened):
         cache, page_table = pages(lens, 64, 576, 2, BF16)
         q, cache, page_table = normal(4, 1, 128, 576, dtype=BF16).to(device), cache.to(device), page_table.to(device)
         args = (q, cache, page_table, seq_lens, max(lens), 512, 576**-0.5)
-        for shared, own in zip(opened.ops.mla_decode(*args, plan), opened.ops.mla_decode(*args), strict=True):
+        for shared, own in zip(opened.ops.mla_decode(*args, plan, True), opened.ops.mla_decode(*args, None, True), strict=True):
             assert torch.equal(shared, own)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hw.api import Dispatched, ExpertMode, ExpertStep
+from hw.api import Activation, Dispatched, ExpertMode, ExpertStep
 from hw.cpu.ep_comm import GlooExpertComm
 from hw.cpu.expert_comm import LocalExpertComm
 from hw.groups import Group
@@ -90,7 +90,7 @@ def comm_of(rendezvous, rank: int, size: int) -> GlooExpertComm:
     return GlooExpertComm(_groups[size], CAP)
 
 
-def inputs(case: Case, rank: int, form: str) -> tuple[torch.Tensor | QuantTensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(case: Case, rank: int, form: str) -> tuple[Activation, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens of a rank, their logical and physical experts, their weights; known to every process. Replicas are drawn at random."""
     generator = torch.Generator().manual_seed(100 + rank)
     num = case.num_tokens[rank]
@@ -104,8 +104,8 @@ def inputs(case: Case, rank: int, form: str) -> tuple[torch.Tensor | QuantTensor
     if form.startswith("fp8"):
         quant = quantize_activation(x, ue8m0="ue8m0" in form)
         scale = quant.scale.to(torch.float8_e8m0fnu) if "ue8m0" in form else quant.scale
-        return QuantTensor(quant.data, scale, quant.format, quant.block), logical, physical, weight
-    return x.to(getattr(torch, form)), logical, physical, weight
+        return Activation(None, QuantTensor(quant.data, scale, quant.format, quant.block)), logical, physical, weight
+    return Activation(x.to(getattr(torch, form))), logical, physical, weight
 
 
 def expert(rows: torch.Tensor, logical: int) -> torch.Tensor:
@@ -125,9 +125,9 @@ def each_expert(sent: Dispatched, rows: torch.Tensor) -> list[torch.Tensor]:
     """Views of the real rows of each local expert."""
     counts = sent.counts.tolist()
     if sent.mode is ExpertMode.THROUGHPUT:
-        assert sent.counts_host == counts and rows.shape[0] == sum(counts)
+        assert sent.layout.counts == counts and sent.layout.align == 1 and rows.shape[0] == sum(counts)
         return list(rows.split(counts))
-    assert sent.counts_host is None and rows.shape[0] == len(counts)
+    assert sent.layout is None and rows.shape[0] == len(counts)
     return [rows[e, :num] for e, num in enumerate(counts)]
 
 
@@ -146,15 +146,13 @@ def over_ranks(rendezvous, rank, case: Case, mode: ExpertMode, form: str):
 def locally(case: Case, rank: int, mode: ExpertMode, form: str) -> torch.Tensor:
     """A rank's tokens if it held all experts itself."""
     x, _, physical, weight = inputs(case, rank, form)
-    if isinstance(x, QuantTensor):
-        x = dequantize(x, torch.bfloat16)
     comm = LocalExpertComm(CAP)
-    sent = comm.dispatch(x, physical, ExpertStep(mode, max(case.num_tokens)), len(case.phy2log))
+    sent = comm.dispatch(Activation(as_computed(x)), physical, ExpertStep(mode, max(case.num_tokens)), len(case.phy2log))
     return comm.combine(run_experts(sent, case.phy2log), weight, sent)
 
 
-def as_computed(x: torch.Tensor | QuantTensor) -> torch.Tensor:
-    return dequantize(x, torch.bfloat16) if isinstance(x, QuantTensor) else x
+def as_computed(x: Activation) -> torch.Tensor:
+    return x.dense if x.quant is None else dequantize(x.quant, torch.bfloat16)
 
 
 @pytest.mark.parametrize("mode", list(ExpertMode))
@@ -168,7 +166,7 @@ def test_equals_one_rank_bit_by_bit(ranks_of, case: Case, mode: ExpertMode, form
         by_source = [as_computed(x)[(physical == phy).any(-1)] for x, _, physical, _ in everyone]
         assert torch.equal(rows, torch.cat(by_source)), f"physical expert {phy}: rows of rank 0 first, in the order of its batch"
     for rank, (home, *_) in enumerate(found):
-        assert home.dtype == torch.float32
+        assert home.dtype == as_computed(everyone[rank][0]).dtype
         assert torch.equal(home, locally(case, rank, mode, form)), f"rank {rank}"
 
 
@@ -236,7 +234,7 @@ def test_low_latency_beyond_the_cap_is_a_mistake_of_the_caller(num_tokens: int, 
     comm = GlooExpertComm(NobodyElse(), CAP)
     step = ExpertStep(ExpertMode.LOW_LATENCY, max_tokens)
     with pytest.raises(AssertionError, match=str(num_tokens)):
-        comm.dispatch(torch.zeros(num_tokens, DIM), torch.zeros(num_tokens, 1, dtype=torch.int64), step, 4)
+        comm.dispatch(Activation(torch.zeros(num_tokens, DIM)), torch.zeros(num_tokens, 1, dtype=torch.int64), step, 4)
 
 
 def test_throughput_has_no_cap(ranks_of):

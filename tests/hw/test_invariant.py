@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hw.api import GateRule, Ops, SampleInputs
+from hw.api import ExpertRows, GateRule, Ops, SampleInputs
 from hw.cpu.ops import CpuOps
 from hw.select import open_backend
 
@@ -74,7 +74,7 @@ def test_elementwise(ops: Ops, threads: int, dtype: torch.dtype, width: int):
     x, residual, weight = torch.randn(200, width).to(dtype), torch.randn(200, width).to(dtype), torch.randn(width).to(dtype)
     gate_up = torch.cat((x, residual), dim=-1) * 3
     assert first_difference(lambda rows: ops.rms_norm(x[rows], weight, 1e-6), 200) is None
-    assert first_difference(lambda rows: ops.add_rms_norm(x[rows], residual[rows], weight, 1e-6), 200) is None
+    assert first_difference(lambda rows: ops.add_rms_norm(x[rows], residual[rows], weight, 1e-6)[0].rows(quantized=False), 200) is None
     assert first_difference(lambda rows: ops.silu_mul(gate_up[rows]), 200) is None
     positions, table = torch.randint(0, 999, (200,)), torch.randn(999, width // 4)
     heads = x.view(200, 4, width // 4)
@@ -105,14 +105,14 @@ def test_mla_decode(ops: Ops, threads: int, dtype: torch.dtype, query_len: int, 
     def decode(rows: torch.Tensor):
         bound = int(lens[rows].max())
         pages = -(-bound // page_size)
-        return ops.mla_decode(q[rows], cache, page_table[rows, :pages], lens[rows], bound, latent, dim**-0.5)
+        return ops.mla_decode(q[rows], cache, page_table[rows, :pages], lens[rows], bound, latent, dim**-0.5, with_lse=True)
 
     assert first_difference(decode, num_seqs, (1, 2, 5, 17, 65)) is None
     # Verification of drafts equals decoding one token after the other; so does a chunk of prefill.
-    out, lse = ops.mla_decode(q, cache, page_table, lens, longest, latent, dim**-0.5)
+    out, lse = ops.mla_decode(q, cache, page_table, lens, longest, latent, dim**-0.5, with_lse=True)
     for j in range(query_len):
         seen = (lens - query_len + 1 + j).clamp(min=0)
-        one_out, one_lse = ops.mla_decode(q[:, j : j + 1], cache, page_table, seen, longest, latent, dim**-0.5)
+        one_out, one_lse = ops.mla_decode(q[:, j : j + 1], cache, page_table, seen, longest, latent, dim**-0.5, with_lse=True)
         assert torch.equal(one_out[:, 0], out[:, j]) and torch.equal(one_lse[:, 0], lse[:, j])
 
 
@@ -120,11 +120,11 @@ def test_mla_decode(ops: Ops, threads: int, dtype: torch.dtype, query_len: int, 
 def test_grouped_linear(ops: Ops, threads: int, dtype: torch.dtype):
     """Rows of two experts, in batches with other numbers of rows for each."""
     x, w = torch.randn(80, 48).to(dtype), torch.randn(3, 40, 48).to(dtype)
-    whole = ops.grouped_linear(x, w, [50, 0, 30])
+    whole = ops.grouped_linear(x, w, ExpertRows([50, 0, 30]))
     for first, last in ((0, 1), (3, 20), (49, 50), (0, 50)):
-        assert torch.equal(ops.grouped_linear(x[first:last], w, [last - first, 0, 0]), whole[first:last])
+        assert torch.equal(ops.grouped_linear(x[first:last], w, ExpertRows([last - first, 0, 0])), whole[first:last])
         rows = torch.cat((x[first:last], x[60:61]))
-        assert torch.equal(ops.grouped_linear(rows, w, [last - first, 0, 1]), torch.cat((whole[first:last], whole[60:61])))
+        assert torch.equal(ops.grouped_linear(rows, w, ExpertRows([last - first, 0, 1])), torch.cat((whole[first:last], whole[60:61])))
         masked = torch.randn(3, last - first + 7, 48).to(dtype)
         masked[0, : last - first] = x[first:last]
         out = ops.grouped_linear_masked(masked, w, torch.tensor([last - first, 0, 0]))

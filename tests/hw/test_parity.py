@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hw import testing
-from hw.api import GateRule, LatentDims, Ops, PenaltyInputs, SampleInputs, Segments
+from hw.api import ExpertRows, GateRule, LatentDims, Ops, PenaltyInputs, Rows, SampleInputs, Segments
 from hw.cpu.reference.ops import ReferenceOps
-from hw.quant import quantize_weight_blocks
+from hw.quant import QuantTensor, quantize_activation, quantize_weight_blocks
 from hw.select import open_backend
 from hw.testing import assert_close, tolerance
 
@@ -60,6 +60,28 @@ def pages(lens: tuple[int, ...], page_size: int, entry: int, spare: int, dtype: 
     return normal(num_pages, page_size, entry, dtype=dtype), page_table
 
 
+def real_rows(rows: Rows, counts: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, and what the masked layout means."""
+    real = (torch.arange(rows.shape[1]) < counts[:, None]).to(rows.data.device)
+    if isinstance(rows, QuantTensor):
+        return rows.shape, rows.data.view(torch.uint8)[real].view(rows.data.dtype), rows.scale[real].bfloat16()
+    return rows.shape, rows[real]
+
+
+def spread(counts: tuple[int, ...], align: int, x: torch.Tensor) -> tuple[ExpertRows, torch.Tensor]:
+    """x as expert-sorted rows whose gaps hold 1e9."""
+    layout = ExpertRows(list(counts), align)
+    experts, rows = torch.full((layout.starts[-1],), -1, dtype=torch.int32), x.new_full((layout.starts[-1], x.shape[1]), 1e9)
+    for e, (first, part) in enumerate(zip(layout.starts, x.split(counts), strict=False)):
+        rows[first : first + len(part)], experts[first : first + len(part)] = part, e
+    return dataclasses.replace(layout, experts=experts), rows
+
+
+def between(rows: torch.Tensor, layout: ExpertRows) -> torch.Tensor:
+    """Rows that are not gaps."""
+    return torch.cat([rows[first : first + count] for first, count in zip(layout.starts, layout.counts, strict=False)])
+
+
 def rms_norm(dtype) -> Iterator[tuple[str, Call]]:
     for case in testing.row_cases():
         yield case.id, Call((normal(case.num_rows, case.width, dtype=dtype), normal(case.width, dtype=dtype), 1e-6))
@@ -70,20 +92,35 @@ def add_rms_norm(dtype):
     for case in testing.row_cases():
         x, residual = (normal(case.num_rows, case.width, dtype=dtype) for _ in range(2))
         yield case.id, Call((x, residual, normal(case.width, dtype=dtype), 1e-6))
+    for num_rows, width in ((0, 128), (1, 128), (5, 384), (9, 1536)):
+        for dense in (True, False):
+            x, residual = (normal(num_rows, width, dtype=dtype) for _ in range(2))
+            args = (x, residual, normal(width, dtype=dtype), 1e-6, dense, True)
+            yield f"{num_rows}-by-{width}-quantised{'-too' * dense}", Call(args)
 
 
 def rope(dtype):
     for case in testing.row_cases():
         positions = torch.randint(0, 500, (case.num_rows,))
         yield case.id, Call((normal(case.num_rows, 3, 10, dtype=dtype), positions, table(500, 10)))
-    # The layer rotates a slice of a wider tensor.
-    yield "a-view", Call((normal(5, 3, 24, dtype=dtype)[..., 16:], torch.tensor([0, 1, 499, 7, 7]), table(500, 8)))
+    # The layer rotates a slice of a wider tensor, where it lies.
+    positions = torch.tensor([0, 1, 499, 7, 7])
+    yield "a-view", Call((normal(5, 3, 24, dtype=dtype)[..., 16:], positions, table(500, 8)))
+    out = normal(5, 3, 9, dtype=dtype)[..., 1:]
+    yield "into-another-view", Call((normal(5, 3, 24, dtype=dtype)[..., 16:], positions, table(500, 8), out), changes=(3,))
 
 
 def silu_mul(dtype):
     for case in testing.row_cases():
         yield case.id, Call((normal(case.num_rows, 2 * case.width, dtype=dtype),))
-    yield "masked-layout", Call((normal(3, 5, 14, dtype=dtype),))
+    for num_rows, width in ((0, 128), (1, 128), (7, 384), (3, 2176)):
+        yield f"{num_rows}-by-{width}-quantised", Call((normal(num_rows, 2 * width, dtype=dtype), True))
+    for case in testing.grouped_cases():
+        counts = torch.tensor(case.counts, dtype=torch.int32)
+        x = normal(len(case.counts), case.capacity, 256, dtype=dtype)
+        for quant in (False, True):
+            args = (x, quant, counts)
+            yield f"{case.id}-masked{'-quantised' * quant}", Call(args, real=lambda y, counts=counts: real_rows(y, counts))
 
 
 def linear(dtype):
@@ -92,13 +129,37 @@ def linear(dtype):
         yield case.id, Call((x, w))
         yield f"{case.id}-fp8", Call((x, quantize_weight_blocks(w)))
     yield "a-view", Call((normal(18, 40, dtype=dtype)[:, 8:], weight(50, 32, dtype=dtype)[20:]))
+    for num_rows in (0, 1, 17):
+        x, w = quantize_activation(normal(num_rows, 256, dtype=torch.bfloat16)), weight(48, 256, dtype=torch.bfloat16)
+        yield f"{num_rows}-quantised-rows", Call((x, w))
+        yield f"{num_rows}-quantised-rows-fp8", Call((x, quantize_weight_blocks(w)))
 
 
-def head_matmul(dtype):
-    for case in testing.row_cases():
-        x, w = normal(case.num_rows, 3, case.width, dtype=dtype), weight(3, 11, case.width, dtype=dtype)
-        yield case.id, Call((x, w.transpose(1, 2)))  # as the output side of absorption passes it
-    yield "a-view", Call((normal(5, 4, 24, dtype=dtype)[..., :16], weight(4, 20, 32, dtype=dtype)[:, :16]))
+def quantizes(dtype):
+    yield "a-dense-weight", Call((weight(128, 128, dtype=dtype), dtype))
+
+
+def absorb_query(dtype):
+    for num_tokens, num_heads, nope, rope_dim, latent in ((0, 2, 8, 4, 12), (1, 1, 16, 6, 13), (7, 3, 11, 8, 40), (33, 2, 128, 64, 512)):
+        kv_up = weight(num_heads, nope + 5, latent, dtype=dtype)
+        q, positions = normal(num_tokens, num_heads, nope + rope_dim, dtype=dtype), torch.randint(0, 300, (num_tokens,))
+        yield f"{num_tokens}-tokens", Call((q, positions, table(300, rope_dim), kv_up[:, :nope]))
+
+
+def unabsorb(dtype):
+    for num_tokens, num_heads, value, latent in ((0, 2, 128, 12), (1, 1, 128, 13), (7, 3, 11, 40), (33, 2, 128, 512), (5, 4, 32, 64)):
+        kv_up = weight(num_heads, 7 + value, latent, dtype=dtype)
+        out = normal(num_tokens, num_heads, latent, dtype=dtype)
+        yield f"{num_tokens}-tokens", Call((out, kv_up[:, 7:]))
+        if num_heads * value % 128 == 0:
+            yield f"{num_tokens}-tokens-quantised", Call((out, kv_up[:, 7:], True))
+
+
+def expand_latent(dtype):
+    for num_tokens, num_heads, nope, rope_dim, value, latent in ((0, 2, 8, 4, 6, 12), (1, 1, 16, 6, 5, 13), (33, 3, 128, 64, 128, 512)):
+        entries = normal(num_tokens, latent + rope_dim, dtype=dtype)
+        kv_up = weight(num_heads, nope + value, latent, dtype=dtype)
+        yield f"{num_tokens}-tokens", Call((entries[:, :latent], entries[:, latent:], kv_up, nope))
 
 
 def latent_write(dtype):
@@ -112,10 +173,16 @@ def latent_write(dtype):
     }
     for name, places in slots.items():
         num_rows = len(places)
-        kv, norm = normal(num_rows, latent + key, dtype=dtype), normal(latent, dtype=dtype)
+        norm = normal(latent, dtype=dtype)
         cache = normal(num_pages, page_size, latent + key, dtype=dtype)
-        args = (kv, norm, 1e-6, torch.randint(0, 99, (num_rows,)), table(99, key), cache, torch.tensor(places, dtype=torch.int64))
-        yield name, Call(args, changes=(5,))
+        args = (norm, 1e-6, torch.randint(0, 99, (num_rows,)), table(99, key), cache, torch.tensor(places, dtype=torch.int64))
+        yield name, Call((normal(num_rows, latent + key, dtype=dtype), None, *args), changes=(6,))
+        for q_rank, quant in ((13, False), (384, True)):
+            down = normal(num_rows, q_rank + latent + key, dtype=dtype)
+            yield (
+                f"{name}-with-query{'-quantised' * quant}",
+                Call((down, normal(q_rank, dtype=dtype), *args, quant), changes=(6,)),
+            )
 
 
 def latent_gather(dtype):
@@ -132,9 +199,10 @@ def mla_decode(dtype):
         q = normal(len(case.seq_lens), case.query_len, case.num_heads, dim, dtype=dtype)
         lens = torch.tensor(case.seq_lens, dtype=torch.int32)
         args = (q, cache, page_table, lens)
-        yield case.id, Call((*args, longest, case.latent, dim**-0.5))
+        yield case.id, Call((*args, longest, case.latent, dim**-0.5, None, True))
+        yield f"{case.id}-without-lse", Call((*args, longest, case.latent, dim**-0.5))
         # The host's bound may be higher than the truth.
-        yield f"{case.id}-loose-bound", Call((*args, longest + 3 * case.page_size, case.latent, dim**-0.5))
+        yield f"{case.id}-loose-bound", Call((*args, longest + 3 * case.page_size, case.latent, dim**-0.5, None, True))
 
 
 def mla_prefill(dtype):
@@ -179,19 +247,22 @@ def grouped_linear(dtype):
     for case in testing.grouped_cases():
         x = normal(sum(case.counts), case.inner, dtype=dtype)
         w = weight(len(case.counts), case.outer, case.inner, dtype=dtype)
-        yield case.id, Call((x, w, list(case.counts)))
-        yield f"{case.id}-fp8", Call((x, quantize_weight_blocks(w, (16, 128)), list(case.counts)))
+        layout = ExpertRows(list(case.counts))
+        yield case.id, Call((x, w, layout))
+        yield f"{case.id}-fp8", Call((x, quantize_weight_blocks(w, (16, 128)), layout))
+        for align in (4, 128):
+            layout, rows = spread(case.counts, align, x)
+            yield f"{case.id}-spread-over-{align}", Call((rows, w, layout), real=lambda y, layout=layout: (y.shape, between(y, layout)))
 
 
 def grouped_linear_masked(dtype):
     for case in testing.grouped_cases():
-        num_experts, counts = len(case.counts), torch.tensor(case.counts)
-        real = torch.arange(case.capacity) < counts[:, None]
+        num_experts, counts = len(case.counts), torch.tensor(case.counts, dtype=torch.int32)
         x = normal(num_experts, case.capacity, case.inner, dtype=dtype)
         w = weight(num_experts, case.outer, case.inner, dtype=dtype)
 
-        def cut(result: torch.Tensor, real: torch.Tensor = real) -> tuple[torch.Size, torch.Tensor]:
-            return result.shape, result[real.to(result.device)]
+        def cut(result: torch.Tensor, counts: torch.Tensor = counts) -> tuple[torch.Size, torch.Tensor]:
+            return real_rows(result, counts)
 
         yield case.id, Call((x, w, counts), real=cut)
         yield f"{case.id}-fp8", Call((x, quantize_weight_blocks(w, (16, 128)), counts), real=cut)
@@ -237,7 +308,8 @@ def logprobs(dtype):
 TABLE: dict[str, Callable[[torch.dtype], Iterator[tuple[str, Call]]]] = {
     make.__name__: make
     for make in (
-        rms_norm, add_rms_norm, rope, silu_mul, linear, head_matmul, latent_write, latent_gather, mla_decode, mla_prefill, merge_attention,
+        rms_norm, add_rms_norm, rope, silu_mul, quantizes, linear, absorb_query, unabsorb, expand_latent,
+        latent_write, latent_gather, mla_decode, mla_prefill, merge_attention,
         prefers_absorbed, gate_topk, grouped_linear, grouped_linear_masked, penalize, sample, logprobs,
     )
 }  # fmt: skip
@@ -250,7 +322,12 @@ def test_no_op_of_the_contract_is_left_out():
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything inside tuples, lists and dataclasses, with the way there."""
+    """Everything inside tuples, lists and dataclasses, with the way there.
+
+    Quantised rows differ by a step where a sum in front of them was rounded otherwise, so their scales are compared as what was rounded.
+    """
+    if isinstance(value, QuantTensor):
+        value = {"data": value.data, "scale": value.scale.bfloat16(), "block": value.block}
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -331,10 +408,10 @@ def test_the_harness_sees_a_wrong_result_and_a_changed_input():
             x.mul_(2.0)
             return result
 
-        def latent_write(self, kv, norm_weight, eps, positions, table, cache, slots):
-            return super().latent_write(kv, norm_weight, eps, positions, table, cache, slots.clamp(min=0))
+        def latent_write(self, down, q_norm, kv_norm, eps, positions, table, cache, slots, quant=False):
+            return super().latent_write(down, q_norm, kv_norm, eps, positions, table, cache, slots.clamp(min=0), quant)
 
-    for op, message in (("silu_mul", "silu_mul one-row"), ("linear", "argument 0, not to be"), ("latent_write", "argument 5, changed")):
+    for op, message in (("silu_mul", "silu_mul one-row"), ("linear", "argument 0, not to be"), ("latent_write", "argument 6, changed")):
         with pytest.raises(AssertionError, match=message):
             for name, call in TABLE[op](torch.float32):
                 check(Wrong(), op, name, call, torch.device("cpu"))

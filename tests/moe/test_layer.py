@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eplb.placement import Placement, initial_placement
-from hw.api import ExpertMode, ExpertStep
+from hw.api import Activation, ExpertMode, ExpertStep
 from hw.select import open_backend
 from hw.testing import assert_close
 from hw.weights import Storage
@@ -126,7 +126,7 @@ def test_layer_equals_the_classes_of_transformers(config: MoEConfig, backend: st
     module, x = theirs(config), torch.randn(60, config.hidden_size)
     layer = ours(config, hub_weights(module), backend, initial_placement(config.num_experts, 1, num_redundant))
     with torch.no_grad():
-        assert_close(layer.forward(x, step(mode)), module(x[None])[0], (1e-4, 1e-5), "layer")
+        assert_close(layer.forward(Activation(x), step(mode)), module(x[None])[0], (1e-4, 1e-5), "layer")
 
 
 @MODES
@@ -146,7 +146,7 @@ def test_layer_equals_a_loop_over_tokens_and_experts(mode: ExpertMode, shared: i
         expected[t] += weight[t, k].double() * mlp(f"experts.{int(idx[t, k])}", x[t].double())
     if shared:
         expected += torch.stack([mlp("shared_experts", row.double()) for row in x])
-    assert_close(layer.forward(x, step(mode)), expected, (1e-4, 1e-5), "layer")
+    assert_close(layer.forward(Activation(x), step(mode)), expected, (1e-4, 1e-5), "layer")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -155,25 +155,30 @@ def test_modes_and_replicas_give_the_same_bits_with_invariant_ops(config: MoECon
     slots = torch.cat((torch.randperm(config.num_experts), torch.randint(0, config.num_experts, (7,)))).tolist()
     placements = [initial_placement(config.num_experts, 1, extra) for extra in (0, 21)] + [Placement(config.num_experts, 1, tuple(slots))]
     layers = [ours(config, weights, "invariant", placement, dtype) for placement in placements]
-    expected = layers[0].forward(x, step(ExpertMode.THROUGHPUT))
+    expected = layers[0].forward(Activation(x), step(ExpertMode.THROUGHPUT))
     assert expected.dtype == dtype
     for layer, mode in itertools.product(layers, ExpertMode):
-        assert torch.equal(layer.forward(x, step(mode)), expected), (layer.placement.phy2log, mode)
+        assert torch.equal(layer.forward(Activation(x), step(mode)), expected), (layer.placement.phy2log, mode)
     # A token alone or in other company.
     for mode, rows in itertools.product(ExpertMode, (torch.tensor([17]), torch.randperm(60)[:40])):
-        assert torch.equal(layers[-1].forward(x[rows], step(mode)), expected[rows]), (mode, len(rows))
+        assert torch.equal(layers[-1].forward(Activation(x[rows]), step(mode)), expected[rows]), (mode, len(rows))
 
 
 def test_modes_agree_closely_otherwise(config: MoEConfig):
     layer, x = ours(config, hub_weights(theirs(config))), torch.randn(60, config.hidden_size)
-    assert_close(layer.forward(x, step(ExpertMode.LOW_LATENCY)), layer.forward(x, step(ExpertMode.THROUGHPUT)), (1e-4, 1e-5), "modes")
+    assert_close(
+        layer.forward(Activation(x), step(ExpertMode.LOW_LATENCY)),
+        layer.forward(Activation(x), step(ExpertMode.THROUGHPUT)),
+        (1e-4, 1e-5),
+        "modes",
+    )
 
 
 @MODES
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_tokens(config: MoEConfig, backend: str, mode: ExpertMode):
     layer = ours(config, hub_weights(theirs(config)), backend)
-    out = layer.forward(torch.zeros(0, config.hidden_size), step(mode))
+    out = layer.forward(Activation(torch.zeros(0, config.hidden_size)), step(mode))
     assert out.shape == (0, config.hidden_size)
 
 
@@ -181,8 +186,8 @@ def test_low_latency_has_a_cap():
     layer = ours(_V3, hub_weights(theirs(_V3)))
     assert layer.comm.max_tokens_per_rank == 128
     with pytest.raises(AssertionError, match="129"):
-        layer.forward(torch.randn(129, _V3.hidden_size), step(ExpertMode.LOW_LATENCY, 129))
-    assert layer.forward(torch.randn(129, _V3.hidden_size), step(ExpertMode.THROUGHPUT, 129)).shape == (129, _V3.hidden_size)
+        layer.forward(Activation(torch.randn(129, _V3.hidden_size)), step(ExpertMode.LOW_LATENCY, 129))
+    assert layer.forward(Activation(torch.randn(129, _V3.hidden_size)), step(ExpertMode.THROUGHPUT, 129)).shape == (129, _V3.hidden_size)
 
 
 @MODES
@@ -190,9 +195,9 @@ def test_stages_of_two_micro_batches_interleave(mode: ExpertMode):
     """What overlap does: both batches are under way at once, and each result is that of `forward`."""
     layer = ours(_V3, hub_weights(theirs(_V3)))
     batches = [torch.randn(11, _V3.hidden_size), torch.randn(30, _V3.hidden_size)]
-    expected = [layer.forward(x, step(mode)) for x in batches]
+    expected = [layer.forward(Activation(x), step(mode)) for x in batches]
     routed = [layer.route(x) for x in batches]
-    sent = [layer.dispatch(x, r, step(mode)) for x, r in zip(batches, routed, strict=True)]
+    sent = [layer.dispatch(Activation(x), r, step(mode)) for x, r in zip(batches, routed, strict=True)]
     shared = [layer.shared.forward(x) for x in batches]
     outputs = [layer.experts(d) for d in sent]
     for i in (1, 0):
@@ -211,7 +216,7 @@ def test_a_rank_holds_the_weights_of_its_slots():
 
 def test_routed_scaling_does_not_touch_the_shared_expert():
     weights, x = hub_weights(theirs(_V3)), torch.randn(5, _V3.hidden_size)
-    once = ours(dataclasses.replace(_V3, routed_scaling_factor=1.0), weights).forward(x, step(ExpertMode.THROUGHPUT))
+    once = ours(dataclasses.replace(_V3, routed_scaling_factor=1.0), weights).forward(Activation(x), step(ExpertMode.THROUGHPUT))
     layer = ours(dataclasses.replace(_V3, routed_scaling_factor=3.0), weights)
     shared = layer.shared.forward(x)
-    assert_close(layer.forward(x, step(ExpertMode.THROUGHPUT)), shared + 3.0 * (once - shared), (1e-4, 1e-5), "layer")
+    assert_close(layer.forward(Activation(x), step(ExpertMode.THROUGHPUT)), shared + 3.0 * (once - shared), (1e-4, 1e-5), "layer")

@@ -2,9 +2,10 @@
 
 import torch
 
-from hw.api import GateRule, Logprobs, Matrix, PenaltyInputs, SampleInputs, Segments
+from hw.api import Activation, ExpertRows, GateRule, Logprobs, Matrix, PenaltyInputs, Rows, SampleInputs, Segments
 from hw.cpu.reference.philox import gumbel_noise
-from hw.quant import QuantTensor, dequantize
+from hw.quant import QuantTensor, dequantize, quantize_activation
+from hw.weights import expert, rows
 
 
 class ReferenceOps:
@@ -14,19 +15,25 @@ class ReferenceOps:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
-    def add_rms_norm(self, x, residual, weight, eps):
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
+    def quantizes(self, weight, dtype):
+        return False
 
-    def rope(self, x, positions, table):
+    def add_rms_norm(self, x, residual, weight, eps, dense=True, quant=False):
+        total = x + residual
+        normed = self.rms_norm(total, weight, eps)
+        return Activation(normed if dense else None, quantize_activation(normed) if quant else None), total
+
+    def rope(self, x, positions, table, out=None):
         half = x.shape[-1] // 2
         cos, sin = table[positions, None, :half], table[positions, None, half:]
         a, b = x[..., 0::2].float(), x[..., 1::2].float()
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+        return rotated if out is None else out.copy_(rotated)
 
-    def silu_mul(self, gate_up):
+    def silu_mul(self, gate_up, quant=False, counts=None):
         gate, up = gate_up.chunk(2, dim=-1)
-        return self._silu(gate) * up
+        out = self._silu(gate) * up
+        return quantize_activation(out) if quant else out
 
     def _silu(self, x):
         return torch.nn.functional.silu(x)
@@ -34,22 +41,45 @@ class ReferenceOps:
     def _sigmoid(self, x):
         return x.sigmoid()
 
-    def linear(self, x, weight: Matrix):
+    def linear(self, x: Rows, weight: Matrix):
+        if isinstance(x, QuantTensor):
+            return self.linear(dequantize(x), dequantize(weight) if isinstance(weight, QuantTensor) else weight.float()).bfloat16()
         if isinstance(weight, QuantTensor):
             weight = dequantize(weight, x.dtype)
         return x @ weight.T
 
     def head_matmul(self, x, weight):
+        """Product of each head: x `[T, H, K]`, weight `[H, K, N]`, result `[T, H, N]`."""
         return torch.einsum("thk,hkn->thn", x, weight)
 
-    def latent_write(self, kv, norm_weight, eps, positions, table, cache, slots):
-        rank = norm_weight.shape[0]
-        latent = self.rms_norm(kv[:, :rank], norm_weight, eps)
+    def absorb_query(self, q, positions, table, w_uk):
+        nope = w_uk.shape[1]
+        return torch.cat((self.head_matmul(q[..., :nope], w_uk), self.rope(q[..., nope:], positions, table)), dim=-1)
+
+    def unabsorb(self, out, w_uv, quant=False):
+        values = self.head_matmul(out, w_uv.transpose(1, 2)).flatten(1)
+        return quantize_activation(values) if quant else values
+
+    def expand_latent(self, latent, key, kv_up, nope):
+        num_heads = kv_up.shape[0]
+        k_nope = self.linear(latent, kv_up[:, :nope].flatten(0, 1)).unflatten(1, (num_heads, nope))
+        values = self.linear(latent, kv_up[:, nope:].flatten(0, 1)).unflatten(1, (num_heads, kv_up.shape[1] - nope))
+        return torch.cat((k_nope, key[:, None].expand(-1, num_heads, -1)), dim=-1), values
+
+    def latent_write(self, down, q_norm, kv_norm, eps, positions, table, cache, slots, quant=False):
+        q, kv = None, down
+        if q_norm is not None:
+            q, kv = self.rms_norm(down[:, : q_norm.shape[0]], q_norm, eps), down[:, q_norm.shape[0] :]
+        rank = kv_norm.shape[0]
+        latent = self.rms_norm(kv[:, :rank], kv_norm, eps)
         key = self.rope(kv[:, None, rank:], positions, table)[:, 0]
+        self._write_entries(torch.cat((latent, key), dim=-1), cache, slots)
+        return quantize_activation(q) if quant and q is not None else q, latent, key
+
+    def _write_entries(self, entries, cache, slots):
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:
-                cache[slot // cache.shape[1], slot % cache.shape[1]] = torch.cat((latent[token], key[token]))
-        return latent, key
+                cache[slot // cache.shape[1], slot % cache.shape[1]] = entries[token]
 
     def latent_gather(self, cache, page_table, first, lens):
         rows = [cache[page_table[i, (start + j) // cache.shape[1]], (start + j) % cache.shape[1]]
@@ -59,7 +89,7 @@ class ReferenceOps:
     def decode_plan(self):
         return None
 
-    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None):
+    def mla_decode(self, q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale, plan=None, with_lse=False):
         num_seqs, q_len, num_heads, _ = q.shape
         out = q.new_zeros(num_seqs, q_len, num_heads, kv_lora_rank)
         lse = torch.full((num_seqs, q_len, num_heads), -torch.inf)
@@ -70,7 +100,7 @@ class ReferenceOps:
                 scores = q[i, j].float() @ seen.T * scale
                 lse[i, j] = scores.logsumexp(-1)
                 out[i, j] = (scores.softmax(-1) @ seen[:, :kv_lora_rank]).to(q.dtype)
-        return out, lse
+        return out, lse if with_lse else None
 
     def mla_prefill(self, q, k, v, q_segments: Segments, k_segments: Segments, scale, causal):
         outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [torch.empty(0, q.shape[1])]
@@ -108,12 +138,12 @@ class ReferenceOps:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
         return idx, weight * rule.scaling
 
-    def grouped_linear(self, x, weight, counts):
-        rows = x.split(counts)
-        return torch.cat([self.linear(rows[e], _expert(weight, e)) for e in range(len(counts))])
+    def grouped_linear(self, x: Rows, weight, layout: ExpertRows):
+        pairs = zip(layout.starts, layout.starts[1:], strict=False)
+        return torch.cat([self.linear(rows(x, first, last), expert(weight, e)) for e, (first, last) in enumerate(pairs)])
 
-    def grouped_linear_masked(self, x, weight, counts):
-        return torch.stack([self.linear(x[e], _expert(weight, e)) for e in range(x.shape[0])])
+    def grouped_linear_masked(self, x: Rows, weight, counts):
+        return torch.stack([self.linear(expert(x, e), expert(weight, e)) for e in range(x.shape[0])])
 
     def penalize(self, logits, inputs: PenaltyInputs):
         for i, row in enumerate(inputs.rows.tolist()):
@@ -157,10 +187,6 @@ class ReferenceOps:
 def softmax_or_zero(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dim by its log-sum-exp `lse`; a row of nothing but -inf gives zeros."""
     return (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp_()
-
-
-def _expert(weight: Matrix, e: int) -> Matrix:
-    return weight.expert(e) if isinstance(weight, QuantTensor) else weight[e]
 
 
 def num_outputs(weight: Matrix) -> int:
