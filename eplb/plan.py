@@ -73,10 +73,10 @@ def balancedness(rank_load: np.ndarray) -> np.ndarray:
     return _ratio(rank_load.mean(-1), rank_load.max(-1))
 
 
-def plan(load: np.ndarray, current: np.ndarray, layout: Layout, *, tolerance: float = 0.005, far_cost: float = 4.0) -> Plan:
+def plan(load: np.ndarray, current: np.ndarray, layout: Layout, *, tolerance: float = 0.002, far_cost: float = 4.0) -> Plan:
     """load `[layers, num_logical]`, current phy2log `[layers, num_physical]`.
 
-    tolerance: how far above DeepSeek's hottest rank a layer's may stay. far_cost: a move between nodes, in moves inside one.
+    tolerance: how far above the hottest rank of DeepSeek's algorithm a layer may stay. far_cost: a move between nodes, in moves inside one.
     """
     load = load.astype(np.float64)
     fresh = rebalance(load, layout)
@@ -119,7 +119,7 @@ def find_moves(current: np.ndarray, phy2log: np.ndarray, layout: Layout) -> Move
     reach = np.where(holds, distance[target], OTHER_NODE + 1)
     nearest = reach == reach.min(-1, initial=OTHER_NODE + 1, keepdims=True)
     turn = target % np.maximum(nearest.sum(-1), 1)
-    source = (nearest.cumsum(-1) > turn[:, None]).argmax(-1)
+    source = (nearest.cumsum(-1, dtype=np.int32) > turn[:, None]).argmax(-1)
     return Moves(layer, source, target, distance[target, source].astype(np.int64))
 
 

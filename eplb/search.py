@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_TIE = 1e-9  # relative: below it a load is no improvement, and nearer beats cooler
+_TIE = 1e-9  # relative: a smaller gain is none
+_ROOM = 0.97  # of the limit: two ranks that a swap leaves below it are cool enough, and the nearer swap wins
 
 
 @dataclass
@@ -59,8 +60,8 @@ class Search:
             lacking = np.take_along_axis(self.num_copies[rows] < self.wanted[rows], self.slots[rows, heat.hot], -1).any(-1)
             done = np.zeros(len(rows), bool)
             done[~lacking] = self._swap(rows[~lacking], heat.only(~lacking))
-            for i in np.flatnonzero(~done):
-                done[i] = self._pass_on(rows[i], heat.rank[i])
+            if not done.all():
+                done[~done] = self._pass_on(rows[~done], heat.only(~done))
             rows = rows[done]
 
     def _heat(self, rows: np.ndarray) -> _Heat:
@@ -77,10 +78,10 @@ class Search:
         less = heat.slot[at, heat.hot][:, :, None, None] - heat.slot[:, None]  # [rows, hot slots, ranks, slots]
         peak, limit = (part[:, None, None, None] for part in (heat.peak, self.limit[rows]))
         after = np.maximum(peak - less, heat.rank[:, None, :, None] + less)
-        # Below the limit all are good enough: there the nearest wins.
+        # The coolest pair, not the first that is below the limit: it stays below for longer, and fewer moves come of it.
         near = self.node[rows] == self.node[rows, heat.hot][:, None]
         cost = np.where(near, 1.0, self.far_cost)[:, None, :, None]
-        score = np.where(after < peak * (1 - _TIE), np.maximum(after, limit) + _TIE * limit * cost, np.inf)
+        score = np.where(after < peak * (1 - _TIE), np.maximum(after, _ROOM * limit) + _TIE * limit * cost, np.inf)
         score[at, :, heat.hot] = np.inf
         score = score.reshape(num_rows, num_slots * num_ranks * num_slots)
         best = score.argmin(-1)
@@ -90,16 +91,16 @@ class Search:
         self.slots[here], self.slots[there] = self.slots[there], self.slots[here]
         return found
 
-    def _pass_on(self, row: int, rank_load: np.ndarray) -> bool:
-        """One copy of the expert that misses it least goes to the one that needs it most; False if all have what is wanted."""
-        load, copies, wanted = self.load[row], self.num_copies[row], self.wanted[row]
-        if (copies == wanted).all():
-            return False
-        giver = np.where(copies > wanted, load / np.maximum(copies - 1, 1), np.inf).argmin()
-        taker = np.where(copies < wanted, load / copies, -1.0).argmax()
-        ranks, slots = np.nonzero(self.slots[row] == giver)
-        coolest = rank_load[ranks].argmin()
-        self.slots[row, ranks[coolest], slots[coolest]] = taker
-        copies[giver] -= 1
-        copies[taker] += 1
-        return True
+    def _pass_on(self, rows: np.ndarray, heat: _Heat) -> np.ndarray:
+        """One copy of the expert that misses it least goes to the one that needs it most; False where all have what is wanted."""
+        load, copies, wanted = self.load[rows], self.num_copies[rows], self.wanted[rows]
+        found = (copies != wanted).any(-1)
+        giver = np.where(copies > wanted, load / np.maximum(copies - 1, 1), np.inf).argmin(-1)
+        taker = np.where(copies < wanted, heat.share, -1.0).argmax(-1)
+        held = np.where(self.slots[rows] == giver[:, None, None], heat.rank[:, :, None], np.inf)
+        coolest = np.unravel_index(held.reshape(len(rows), held[0].size).argmin(-1), held.shape[1:])
+        rows, giver, taker = rows[found], giver[found], taker[found]
+        self.slots[rows, coolest[0][found], coolest[1][found]] = taker
+        self.num_copies[rows, giver] -= 1
+        self.num_copies[rows, taker] += 1
+        return found

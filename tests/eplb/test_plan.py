@@ -58,9 +58,9 @@ def test_a_drift_moves_little(layout: Layout):
     load = skewed(layout)
     current, later = rebalance(load, layout), drifted(load, 0.02)
     result = plan(later, current, layout)
-    check(result, later, current, layout, 0.005)
+    check(result, later, current, layout, 0.002)
     anew = find_moves(current, align_slots(rebalance(later, layout), current, layout), layout)
-    assert anew.num_remote > 0 and result.moves.num_remote <= 0.1 * anew.num_remote
+    assert anew.num_remote > 0 and result.moves.num_remote <= 0.2 * anew.num_remote
 
 
 @layouts
