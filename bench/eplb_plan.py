@@ -104,6 +104,15 @@ def judge(ours: Outcome, theirs: Outcome, *, steady: bool) -> dict[str, bool]:
     return verdict | ({"moves": ours.moves <= MAX_MOVES * theirs.moves} if steady else {})
 
 
+def show(label: str, ranks: int, theirs: Outcome, ours: Outcome, verdict: dict[str, bool]) -> None:
+    for name, got in (("DeepSeek's", theirs), ("incremental", ours)):
+        balance = "".join(f"{mean:14.4f} {most:7.4f}" for mean, most in (got.planned, got.realised))
+        moves = f"{got.moves:8.0f} {got.far_moves:6.0f} {got.gigabytes_per_percent:8.1f}"
+        print(f"{label:18} {ranks:5}  {name:11}{balance} {moves} {got.first_plan_ms:10.1f} {got.plan_ms:10.1f}")
+    said = ", ".join(f"{name} {'ok' if good else 'MISSED'}" for name, good in verdict.items())
+    print(f"{'':26}{said}; moves {ours.moves / theirs.moves:.1%} of DeepSeek's")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=24)
@@ -113,7 +122,9 @@ def main() -> None:
     print(
         f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}; tolerance {TOLERANCE}, {args.windows} windows"
     )
-    print("loads, drift       ranks  algorithm    planned mean  99 %    realised mean  99 %    moves  far    GB/%    first, ms  later, ms")
+    print(
+        "loads, drift       ranks  algorithm    planned mean  99 %    realised mean  99 %    moves    far     GB/%    first, ms  later, ms"
+    )
     records = []
     for ranks, (layout, phase) in LAYOUTS.items():
         for drift, amount in DRIFTS.items():
@@ -123,17 +134,9 @@ def main() -> None:
                 "synthetic": synthetic_windows(traffic, seed=args.seed),
             }
             for source, windows in sources.items():
-                label = f"{source}, {drift}"
                 theirs, ours = (follow(windows, layout, planner) for planner in (from_scratch, incremental))
                 verdict = judge(ours, theirs, steady=drift in STEADY)
-                for name, got in (("DeepSeek's", theirs), ("incremental", ours)):
-                    print(
-                        f"{source + ', ' + drift:18} {ranks:5}  {name:11} {got.planned[0]:13.4f} {got.planned[1]:7.4f} {got.realised[0]:13.4f} "
-                        f"{got.realised[1]:7.4f} {got.moves:8.0f} {got.far_moves:5.0f} {got.gigabytes_per_percent:7.1f} "
-                        f"{got.first_plan_ms:10.1f} {got.plan_ms:10.1f}"
-                    )
-                print(" " * 26 + ", ".join(f"{name} {'ok' if good else 'MISSED'}" for name, good in verdict.items())
-                      + f"; moves {ours.moves / theirs.moves:.1%} of DeepSeek's")  # fmt: skip
+                show(f"{source}, {drift}", ranks, theirs, ours, verdict)
                 records.append({"loads": source, "drift": drift, "ranks": ranks, "theirs": asdict(theirs), "ours": asdict(ours), **verdict})
     if args.json:
         args.json.write_text(json.dumps({"tolerance": TOLERANCE, "windows": args.windows, "seed": args.seed, "rows": records}, indent=1))
