@@ -52,6 +52,9 @@ Async = Annotated[
 Graphs = Annotated[
     bool | None, _option("--graphs/--enforce-eager", help="Capture decode steps and replay them; default: by device.", panel=_ENGINE)
 ]
+KernelCache = Annotated[
+    str | None, _option("--kernel-cache-dir", help="Where compiled kernels are kept; default: ~/.cache/deepserve/kernels.", panel=_ENGINE)
+]
 Threads = Annotated[int | None, _option("--num-threads", help="CPU threads of a rank.", panel=_ENGINE)]
 StepTimeout = Annotated[
     float, _option("--step-timeout-s", "--watchdog-timeout", help="Seconds after which a rank that hangs counts as lost.", panel=_ENGINE)
@@ -102,6 +105,7 @@ def serve(
     batch_invariant: Invariant = False,
     graphs: Graphs = None,
     async_scheduling: Async = None,
+    kernel_cache_dir: KernelCache = None,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxTokens = _DEFAULTS.max_num_batched_tokens,
@@ -136,6 +140,7 @@ def generate(
     max_model_len: MaxModelLen = None,
     device: Device = _DEFAULTS.device,
     batch_invariant: Invariant = False,
+    kernel_cache_dir: KernelCache = None,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxTokens = _DEFAULTS.max_num_batched_tokens,

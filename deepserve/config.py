@@ -43,6 +43,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False
     graphs: bool | None = None  # capture decode steps and replay them; None: where that is cheaper
     async_scheduling: bool | None = None  # plan a step while the one before it runs; None: where the device works on its own
+    kernel_cache_dir: str | None = None  # where kernels compiled for this model are kept between starts; None: the backend's choice
     num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
     step_timeout_s: float = 120.0  # a rank that is silent, or late to a collective, for this long is lost, and its instance ends
     on_rank_death: str = "fail"  # what becomes of an instance when a rank dies

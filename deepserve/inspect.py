@@ -14,10 +14,10 @@ from deepserve.engine.memory import MemoryBudget, plan_memory
 from deepserve.model.config import ModelConfig
 from deepserve.model.decoder import Decoder
 from deepserve.model.hub import resolve_model
-from deepserve.model.products import products
+from deepserve.model.products import model_shapes
 from hw.api import Backend, Unsupported
 from hw.cache_spec import CacheSpec
-from hw.rules import Decode, Facts, ModelShapes, Provider
+from hw.rules import Facts, Provider
 from hw.select import backend_facts, open_backend
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -67,7 +67,7 @@ def inspect_model(args: EngineArgs) -> Report:
     ranks = [_rank_plan(config, rank, model) for rank, model in enumerate(models)]
     spec = models[0].cache_spec()
     budget, refusals = _budget(config, spec, ranks)
-    return Report(config, dtype, spec.bytes_per_token, ranks, budget, refusals, facts.providers(_shapes(config, models[0])))
+    return Report(config, dtype, spec.bytes_per_token, ranks, budget, refusals, facts.providers(model_shapes(config, models[0])))
 
 
 def _budget(config: EngineConfig, spec: CacheSpec, ranks: list[RankPlan]) -> tuple[MemoryBudget | None, list[str]]:
@@ -88,13 +88,6 @@ def _budget(config: EngineConfig, spec: CacheSpec, ranks: list[RankPlan]) -> tup
         return plan_memory(config, spec, runtime, ranks[0].weight_bytes, reserved_bytes=weight_bytes), []
     except ValueError as error:
         return None, [str(error)]
-
-
-def _shapes(config: EngineConfig, model: Decoder) -> ModelShapes:
-    mla = config.model.mla
-    heads = mla.num_heads // config.parallel.tp
-    decode = Decode(model.dtype, 1, 1, heads, mla.kv_lora_rank, mla.qk_rope_head_dim, config.page_size, config.max_model_len)
-    return ModelShapes(model.dtype, decode, products(model), config.parallel.num_ranks)
 
 
 def _build(config: EngineConfig, backend: Backend, facts: Facts, dtype: str, rank: int) -> Decoder:

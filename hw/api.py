@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hw.quant import QuantTensor
+from hw.rules import ModelShapes
 
 T = TypeVar("T")
 Matrix = torch.Tensor | QuantTensor  # weight [N, K], used as x @ W.T
@@ -397,6 +398,12 @@ class Runtime(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all queued work."""
+
+    def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
+        """Compile what these shapes need and earlier starts have not left behind; nothing where nothing is compiled.
+
+        progress: show a bar; None: if stderr is a terminal. Ranks that share a folder of compiled kernels take turns.
+        """
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """Record device work once; the result repeats it on the same storage and returns the same tensors.

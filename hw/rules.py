@@ -85,11 +85,15 @@ def choose(op: str, candidates: tuple[Candidate, ...], shape: Any, absent: froze
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What a backend is asked about: the shapes of one rank's part of a model."""
+    """What a backend is asked about: the shapes of one rank's part of a model, and of its steps."""
 
     dtype: torch.dtype  # of activations
     decode: Decode  # of one sequence
     products: dict[str, torch.Tensor | QuantTensor]  # by role, `[N, K]` or `[E, N, K]`; meta tensors will do
+    top_k: int  # experts of a token
+    max_rows: int  # most tokens of a step
+    max_low_latency_rows: int  # most tokens of a step that reaches experts in the masked layout
+    captured: tuple[int, ...] = ()  # tokens of each captured step
     num_ranks: int = 1
 
 

@@ -1,7 +1,9 @@
 """The weights whose products make up a step, one of each shape: what a backend compiles ahead, and what `inspect` asks it about."""
 
+from deepserve.config import EngineConfig
 from deepserve.model.decoder import Decoder
 from hw.api import Matrix
+from hw.rules import Decode, ModelShapes
 
 
 def products(model: Decoder) -> dict[str, Matrix]:
@@ -21,3 +23,19 @@ def products(model: Decoder) -> dict[str, Matrix]:
             if mlp is not None:
                 found |= {f"{name} gate and up": mlp.gate_up, f"{name} down": mlp.down}
     return found | {"head": model.head}
+
+
+def model_shapes(config: EngineConfig, model: Decoder, captured: tuple[int, ...] = ()) -> ModelShapes:
+    """Of this rank's part of the model, and of its steps. captured: tokens of each captured step."""
+    args, mla, moe = config.args, config.model.mla, config.model.moe
+    heads = mla.num_heads // config.parallel.tp
+    return ModelShapes(
+        dtype=model.dtype,
+        decode=Decode(model.dtype, 1, 1, heads, mla.kv_lora_rank, mla.qk_rope_head_dim, config.page_size, config.max_model_len),
+        products=products(model),
+        top_k=1 if moe is None else moe.top_k,
+        max_rows=args.max_num_batched_tokens,
+        max_low_latency_rows=min(args.max_num_batched_tokens, args.max_dispatch_tokens_per_rank),
+        captured=captured,
+        num_ranks=config.parallel.num_ranks,
+    )

@@ -8,6 +8,7 @@ import torch
 
 from hw.api import MemoryInfo, T
 from hw.cpu.rules import FACTS
+from hw.rules import ModelShapes
 
 # Pages beyond this must be asked for: a CPU machine usually has other tenants.
 DEFAULT_CACHE_BYTES = 4 << 30
@@ -57,6 +58,9 @@ class CpuRuntime:
 
     def synchronize(self) -> None:
         """CPU ops are done when they return."""
+
+    def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
+        """Nothing is compiled."""
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         return work  # nothing to record: the work itself reads its buffers anew

@@ -1,0 +1,70 @@
+"""The folder in which compiled kernels outlast the process: `deep_gemm/`, `triton/`, and a note of what has been compiled.
+
+It holds no paths of its own machine: a copy serves on any machine with the same GPU, libraries and compiler.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hw.api import Unsupported
+
+DEFAULT_FOLDER = "~/.cache/deepserve/kernels"
+
+
+class KernelCache:
+    """Kernels by product and row count. Several processes may share a folder."""
+
+    def __init__(self, folder: str | None, facts: tuple):
+        """`folder` None: the default. facts: the GPU and the versions of libraries, which a kernel is compiled for.
+
+        Raises Unsupported if the folder cannot be made.
+        """
+        self.folder = Path(folder or DEFAULT_FOLDER).expanduser().absolute()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Unsupported(f"cuda: the kernel cache {self.folder} cannot be made: {error.strerror}") from None
+        digest = hashlib.sha256(repr(facts).encode())
+        for path in sorted(Path(__file__).parent.glob("*.py")):  # our own choices and kernels change as well
+            digest.update(path.read_bytes())
+        self._note = self.folder / f"compiled-{digest.hexdigest()[:16]}.json"
+
+    def use(self) -> None:
+        """Point the libraries to the folder. DeepGEMM reads the environment, once a process, when it first compiles."""
+        import triton
+
+        os.environ["DG_JIT_CACHE_DIR"] = str(self.folder / "deep_gemm")
+        triton.knobs.cache.dir = str(self.folder / "triton")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; the others wait, and then find what the first one compiled."""
+        with (self.folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def lacking(self, wanted: dict[str, set[int]]) -> dict[str, set[int]]:
+        """What of `wanted`, row counts by product, has not been compiled yet."""
+        done = self._noted()
+        missing = {product: rows - set(done.get(product, ())) for product, rows in wanted.items()}
+        return {product: rows for product, rows in missing.items() if rows}
+
+    def note(self, compiled: dict[str, set[int]]) -> None:
+        """Remember what has been compiled. The caller holds the lock."""
+        done = self._noted()
+        for product, rows in compiled.items():
+            done[product] = sorted(rows | set(done.get(product, ())))
+        fresh = self._note.with_suffix(".new")
+        fresh.write_text(json.dumps(done))
+        fresh.replace(self._note)
+
+    def _noted(self) -> dict[str, list[int]]:
+        try:
+            return json.loads(self._note.read_text())
+        except (OSError, ValueError):  # none, or one that was cut off: what is there is found again
+            return {}
