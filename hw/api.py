@@ -338,14 +338,20 @@ class ExpertComm(Protocol):
     """Moves tokens to experts and back over the expert-parallel group. One rank is its own local path.
 
     Reduction rule: combine brings one row for each (token, k) home and sums them there in top-k order in fp32, so a result does not
-    depend on where an expert lives.
+    depend on where an expert lives. An implementation that sums otherwise says so.
     """
 
     max_tokens_per_rank: int  # cap of the LOW_LATENCY mode
 
-    def dispatch(self, x: Activation, topk_phy: torch.Tensor, step: ExpertStep, num_local_experts: int) -> Dispatched:
+    def reserve(self, hidden_size: int, num_local_experts: int, dtype: torch.dtype) -> None:
+        """Take what dispatches of these sizes keep between steps; collective. Called before memory is planned; again changes nothing."""
+
+    def dispatch(
+        self, x: Activation, topk_phy: torch.Tensor, topk_weight: torch.Tensor, step: ExpertStep, num_local_experts: int
+    ) -> Dispatched:
         """Send x `[T, D]` to physical experts topk_phy `[T, k]` int64, `num_local_experts` on each rank.
 
+        topk_weight `[T, k]` fp32: those of `combine`, for an implementation that sums where the experts are.
         x has its dense form, and its quantised one if the experts take that; then an implementation may send either and the experts
         get quantised rows, unless they compute in dense ones on its device. It may quantise by itself, as `quantize_activation` does.
         A token's k physical experts are distinct. T is at most step.max_tokens; LOW_LATENCY needs that to be within max_tokens_per_rank.

@@ -1,7 +1,8 @@
 """Groups of ranks of one instance, over gloo, built from a topology and passed explicitly.
 
-They carry control messages on every backend and, on CPU, the data too. Nothing here touches torch's default process group, so an
-engine can live inside a training job that has its own. Whatever goes wrong with a peer is a `PeerLost`.
+They carry control messages on every backend and, on CPU, the data too; other backends open groups of their own for that. Nothing here
+touches torch's default process group, so an engine can live inside a training job that has its own. Whatever goes wrong with a peer is
+a `PeerLost`.
 """
 
 from collections.abc import Callable
@@ -35,15 +36,29 @@ class Group:
     def __init__(self, name: str, ranks: list[int], rank: int, rendezvous: Rendezvous | None):
         """Collective over `ranks`; `rank` is this process's, and one of them. Raises PeerLost."""
         self.name, self.ranks, self.rank, self.size = name, ranks, ranks.index(rank), len(ranks)
-        self._gloo: Any = None
+        self.timeout_s = 0.0  # longest that a peer may be late
+        self._comm: Any = None
         if self.size > 1:
             assert rendezvous is not None, f"group {name} of {self.size} ranks without a rendezvous"
-            self._gloo = _open_gloo(name, self.rank, self.size, rendezvous)
+            self.timeout_s = rendezvous.timeout_s
+            try:
+                self._comm = self._open(rendezvous)
+            except RuntimeError as error:
+                raise PeerLost(f"group {name!r} of {self.size} ranks did not come together: {str(error).splitlines()[0]}") from error
+
+    def _open(self, rendezvous: Rendezvous) -> Any:
+        """The torch process group that carries the data."""
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=rendezvous.timeout_s)
+        device = {"hostname": "127.0.0.1"} if rendezvous.interface is None else {"interface": rendezvous.interface}
+        options._devices = [dist.ProcessGroupGloo.create_device(**device)]
+        return dist.ProcessGroupGloo(dist.PrefixStore(self.name, rendezvous.store), self.rank, self.size, options)
 
     def set_timeout(self, timeout_s: float) -> None:
         """From now on a peer may be this late; every rank of the group says so at the same point."""
-        if self._gloo is not None:
-            self._gloo._set_default_timeout(timedelta(seconds=timeout_s))
+        if self._comm is not None:
+            self.timeout_s = timeout_s
+            self._comm._set_default_timeout(timedelta(seconds=timeout_s))
 
     def all_gather_ints(self, values: list[int]) -> list[list[int]]:
         """The same number of integers from every rank, in rank order."""
@@ -51,7 +66,7 @@ class Group:
             return [values]
         mine = torch.tensor(values, dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._run(lambda: self._gloo.allgather([found], [mine]))
+        self._run(lambda: self._comm.allgather([found], [mine]))
         return [row.tolist() for row in found]
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
@@ -69,7 +84,7 @@ class Group:
             options = dist.BroadcastOptions()
             options.rootRank = root
             wire = tensor.view(-1).view(torch.uint8)
-            self._run(lambda: self._gloo.broadcast([wire], options))
+            self._run(lambda: self._comm.broadcast([wire], options))
         return tensor
 
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -81,9 +96,9 @@ class Group:
             return x
         row_bytes = prod(x.shape[1:]) * x.element_size()
         wire_in = x.contiguous().flatten().view(torch.uint8)
-        wire_out = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8)
+        wire_out = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8, device=x.device)
         splits = [[n * row_bytes for n in receive], [n * row_bytes for n in send]]
-        self._run(lambda: self._gloo.alltoall_base(wire_out, wire_in, *splits))
+        self._run(lambda: self._comm.alltoall_base(wire_out, wire_in, *splits))
         return wire_out.view(x.dtype).view(sum(receive), *x.shape[1:])
 
     def all_gather_rows(self, x: torch.Tensor, lens: list[int]) -> torch.Tensor:
@@ -131,6 +146,7 @@ class Groups:
     world: Group  # all ranks: votes and other control
     tp: Group  # ranks that share this rank's attention
     ep: Group  # all ranks: tokens to experts and back
+    rendezvous: Rendezvous | None = None  # for groups that a backend opens; None if the rank is alone
 
     @property
     def is_leader(self) -> bool:
@@ -153,15 +169,5 @@ def open_groups(parallel: ParallelConfig, rank: int, rendezvous: Rendezvous | No
         world=Group("world", everyone, rank, rendezvous),
         tp=Group(f"tp{dp}", parallel.tp_group(dp), rank, rendezvous),
         ep=Group("ep", everyone, rank, rendezvous),
+        rendezvous=rendezvous,
     )
-
-
-def _open_gloo(name: str, rank: int, size: int, rendezvous: Rendezvous) -> Any:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=rendezvous.timeout_s)
-    device = {"hostname": "127.0.0.1"} if rendezvous.interface is None else {"interface": rendezvous.interface}
-    try:
-        options._devices = [dist.ProcessGroupGloo.create_device(**device)]
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, rendezvous.store), rank, size, options)
-    except RuntimeError as error:
-        raise PeerLost(f"group {name!r} of {size} ranks did not come together: {str(error).splitlines()[0]}") from error

@@ -60,7 +60,7 @@ class MoELayer:
 
     def dispatch(self, x: Activation, routed: Routed, step: ExpertStep) -> Dispatched:
         x = x if self.local.takes_quant else Activation(x.dense)
-        return self.comm.dispatch(x, routed.topk_phy, step, self.placement.slots_per_rank)
+        return self.comm.dispatch(x, routed.topk_phy, routed.topk_weight, step, self.placement.slots_per_rank)
 
     def experts(self, dispatched: Dispatched) -> torch.Tensor:
         return self.local.forward(dispatched)

@@ -246,14 +246,14 @@ def attention_jobs(ops) -> Iterator[Job]:
 
 def other_jobs(ops, comm) -> Iterator[Job]:
     step = ExpertStep(ExpertMode.LOW_LATENCY, BATCH)
+    weights = torch.rand(BATCH, 8, device=DEVICE)
 
     def dispatch():
         x, topk = normal(BATCH, HIDDEN), torch.rand(BATCH, 8, device=DEVICE).argsort(-1)
-        return lambda: comm.dispatch(Activation(x), topk, step, 8)
+        return lambda: comm.dispatch(Activation(x), topk, weights, step, 8)
 
     def combine():
-        sent = comm.dispatch(Activation(normal(BATCH, HIDDEN)), torch.rand(BATCH, 8, device=DEVICE).argsort(-1), step, 8)
-        weights = torch.rand(BATCH, 8, device=DEVICE)
+        sent = comm.dispatch(Activation(normal(BATCH, HIDDEN)), torch.rand(BATCH, 8, device=DEVICE).argsort(-1), weights, step, 8)
         return lambda: comm.combine(sent.x, weights, sent)
 
     yield Job("dispatch 8 of 8 experts, local", "ours", 9 * BATCH * HIDDEN * 2, 0, BF16_RATE, dispatch)

@@ -38,7 +38,12 @@ class GlooExpertComm:
         self.group = group
         self.max_tokens_per_rank = max_tokens_per_rank
 
-    def dispatch(self, x: Activation, topk_phy: torch.Tensor, step: ExpertStep, num_local_experts: int) -> Dispatched:
+    def reserve(self, hidden_size: int, num_local_experts: int, dtype: torch.dtype) -> None:
+        """Nothing is kept between steps."""
+
+    def dispatch(
+        self, x: Activation, topk_phy: torch.Tensor, topk_weight: torch.Tensor, step: ExpertStep, num_local_experts: int
+    ) -> Dispatched:
         num_tokens, top_k = topk_phy.shape
         flat = topk_phy.reshape(-1)
         order = torch.argsort(flat, stable=True)  # by rank and expert, then by row

@@ -36,7 +36,12 @@ class LocalExpertComm:
     def __init__(self, max_tokens_per_rank: int):
         self.max_tokens_per_rank = max_tokens_per_rank
 
-    def dispatch(self, x: Activation, topk_phy: torch.Tensor, step: ExpertStep, num_local_experts: int) -> Dispatched:
+    def reserve(self, hidden_size: int, num_local_experts: int, dtype: torch.dtype) -> None:
+        """Nothing is kept between steps."""
+
+    def dispatch(
+        self, x: Activation, topk_phy: torch.Tensor, topk_weight: torch.Tensor, step: ExpertStep, num_local_experts: int
+    ) -> Dispatched:
         rows = x.smallest
         if isinstance(rows, QuantTensor):
             rows = dequantize(rows, torch.bfloat16)

@@ -3,18 +3,42 @@
 "Triton" is a kernel of ours. The composites of FP8 products dequantise the weight first; their name says what they do then.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from hw.rules import Candidate, Decode, Facts, ModelShapes, Product, Provider, by_rows, choose, takes_all
 
 FLASH_MLA, DEEP_GEMM, TRITON, CUBLAS, CUTLASS = "FlashMLA", "DeepGEMM", "Triton", "cuBLAS", "CUTLASS"
+DEEP_EP, NCCL = "DeepEP", "NCCL"
 
 # What FlashMLA's dense decode is compiled for.
 FLASH_LATENT, FLASH_ROPE, FLASH_PAGE = 512, 64, 64
 # Elements of an expert's matrix from which DeepGEMM's masked bf16 product is worth compiling.
 LARGE_WEIGHT = 1 << 20
+
+
+# What DeepEP's low-latency kernels are compiled for, and the tokens of a rank that its send queues hold.
+DEEP_EP_WIDTHS, DEEP_EP_MOST_TOKENS = (2048, 2560, 4096, 5120, 6144, 7168, 8192), 511
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Shape of what travels to experts on other ranks."""
+
+    dtype: torch.dtype
+    hidden_size: int
+    tokens_per_rank: int  # cap of the low-latency mode
+
+
+def _deep_ep(shape: Dispatch) -> str | None:
+    if shape.dtype != torch.bfloat16:
+        return f"rows in {shape.dtype}, it takes {torch.bfloat16}"
+    if shape.hidden_size not in DEEP_EP_WIDTHS:
+        return f"hidden size {shape.hidden_size}, it takes {', '.join(map(str, DEEP_EP_WIDTHS))}"
+    if shape.tokens_per_rank > DEEP_EP_MOST_TOKENS:
+        return f"{shape.tokens_per_rank} tokens of a rank in low-latency steps, its queues hold {DEEP_EP_MOST_TOKENS}"
+    return None
 
 
 def _flash_mla(shape: Decode) -> str | None:
@@ -65,6 +89,7 @@ def _cutlass_grouped(shape: Product) -> str | None:
 DECODE = (Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
 LINEAR = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUBLAS, takes_all))
 GROUPED = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUTLASS, _cutlass_grouped), Candidate(TRITON, takes_all))
+DISPATCH = (Candidate(DEEP_EP, _deep_ep), Candidate(NCCL, takes_all))
 MASKED = (Candidate(DEEP_GEMM, _deep_gemm_masked), Candidate(TRITON, takes_all))
 # Who takes block-FP8 weights as they are.
 TAKES_FP8 = frozenset({DEEP_GEMM})

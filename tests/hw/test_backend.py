@@ -65,7 +65,7 @@ def test_what_is_dispatched_comes_home(name: str, mode: ExpertMode, num_tokens: 
     comm, device = backend.expert_comm, backend.runtime.device
     x, topk = torch.randn(num_tokens, dim).to(device), random_topk(num_tokens, top_k, num_experts).to(device)
     weight = torch.rand(num_tokens, top_k).to(device)
-    sent = comm.dispatch(Activation(x), topk, ExpertStep(mode, num_tokens), num_experts)
+    sent = comm.dispatch(Activation(x), topk, weight, ExpertStep(mode, num_tokens), num_experts)
     counts = [int((topk == e).sum()) for e in range(num_experts)]
     assert sent.mode is mode and sent.counts.tolist() == counts
     if mode is ExpertMode.THROUGHPUT:
@@ -100,7 +100,7 @@ def test_sums_run_in_topk_order_in_fp32(name: str, mode: ExpertMode):
     comm, device = backend.expert_comm, backend.runtime.device
     x = torch.ones(1, 4, dtype=torch.bfloat16, device=device)
     weight = torch.tensor([[2.0**12, 2.0**-11, -(2.0**12), 1.0]], device=device)
-    sent = comm.dispatch(Activation(x), torch.tensor([[3, 0, 2, 1]], device=device), ExpertStep(mode, 1), 4)
+    sent = comm.dispatch(Activation(x), torch.tensor([[3, 0, 2, 1]], device=device), weight, ExpertStep(mode, 1), 4)
     home = comm.combine(sent.x.float(), weight, sent)
     # In bf16, or with the one added before the large terms have gone, the small term would be lost.
     assert home.tolist() == [[1.0 + 2.0**-11] * 4]
@@ -115,7 +115,8 @@ def test_low_latency_refuses_more_tokens_than_its_cap(name: str):
     def dispatch(num_tokens: int, mode: ExpertMode) -> None:
         x, topk = torch.zeros(num_tokens, 2), torch.zeros(num_tokens, 1, dtype=torch.int64)
         device = backend.runtime.device
-        backend.expert_comm.dispatch(Activation(x.to(device)), topk.to(device), ExpertStep(mode, num_tokens), 1)
+        weight = torch.zeros(num_tokens, 1, device=device)
+        backend.expert_comm.dispatch(Activation(x.to(device)), topk.to(device), weight, ExpertStep(mode, num_tokens), 1)
 
     dispatch(3, ExpertMode.LOW_LATENCY)
     with pytest.raises(AssertionError, match=r"\(4, 3\)"):

@@ -196,7 +196,7 @@ def test_nothing_waits_in_a_decode_step(opened, composites):
         for op, args in calls:
             getattr(opened.ops, op)(*args)
             getattr(composites, op)(*args)
-        sent = opened.expert_comm.dispatch(Activation(x), topk, ExpertStep(ExpertMode.LOW_LATENCY, num), 8)
+        sent = opened.expert_comm.dispatch(Activation(x), topk, weights, ExpertStep(ExpertMode.LOW_LATENCY, num), 8)
         opened.expert_comm.combine(sent.x, weights, sent)
 
     step()  # compiles

@@ -136,7 +136,7 @@ def over_ranks(rendezvous, rank, case: Case, mode: ExpertMode, form: str):
     comm = comm_of(rendezvous, rank, case.size)
     comm.group.num_bytes = 0
     x, _, physical, weight = inputs(case, rank, form)
-    sent = comm.dispatch(x, physical, ExpertStep(mode, max(case.num_tokens)), case.num_local)
+    sent = comm.dispatch(x, physical, weight, ExpertStep(mode, max(case.num_tokens)), case.num_local)
     dispatch_bytes = comm.group.num_bytes
     held = case.phy2log[rank * case.num_local : (rank + 1) * case.num_local]
     home = comm.combine(run_experts(sent, held), weight, sent)
@@ -147,7 +147,7 @@ def locally(case: Case, rank: int, mode: ExpertMode, form: str) -> torch.Tensor:
     """A rank's tokens if it held all experts itself."""
     x, _, physical, weight = inputs(case, rank, form)
     comm = LocalExpertComm(CAP)
-    sent = comm.dispatch(Activation(as_computed(x)), physical, ExpertStep(mode, max(case.num_tokens)), len(case.phy2log))
+    sent = comm.dispatch(Activation(as_computed(x)), physical, weight, ExpertStep(mode, max(case.num_tokens)), len(case.phy2log))
     return comm.combine(run_experts(sent, case.phy2log), weight, sent)
 
 
@@ -216,8 +216,8 @@ def test_low_latency_layout_is_fixed_by_the_vote(ranks_of):
 
 
 def layout(rendezvous, rank, case: Case):
-    x, _, physical, _ = inputs(case, rank, "float32")
-    sent = comm_of(rendezvous, rank, case.size).dispatch(x, physical, ExpertStep(ExpertMode.LOW_LATENCY, 5), case.num_local)
+    x, _, physical, weight = inputs(case, rank, "float32")
+    sent = comm_of(rendezvous, rank, case.size).dispatch(x, physical, weight, ExpertStep(ExpertMode.LOW_LATENCY, 5), case.num_local)
     unused = torch.arange(sent.x.shape[1]) >= sent.counts[:, None]
     assert not sent.x[unused].any(), "unused rows are zero"
     return tuple(sent.x.shape), sent.counts.tolist()
@@ -234,7 +234,8 @@ def test_low_latency_beyond_the_cap_is_a_mistake_of_the_caller(num_tokens: int, 
     comm = GlooExpertComm(NobodyElse(), CAP)
     step = ExpertStep(ExpertMode.LOW_LATENCY, max_tokens)
     with pytest.raises(AssertionError, match=str(num_tokens)):
-        comm.dispatch(Activation(torch.zeros(num_tokens, DIM)), torch.zeros(num_tokens, 1, dtype=torch.int64), step, 4)
+        weight = torch.zeros(num_tokens, 1)
+        comm.dispatch(Activation(torch.zeros(num_tokens, DIM)), weight.long(), weight, step, 4)
 
 
 def test_throughput_has_no_cap(ranks_of):
