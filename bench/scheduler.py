@@ -38,7 +38,7 @@ def make_scheduler(num_seqs: int, num_pages: int, max_num_batched_tokens: int) -
 
 def answer(plan: StepPlan) -> StepResult:
     """Token 7 for every draw: never the end."""
-    return StepResult(plan.step, [7] * len(plan.draws), {}, {})
+    return StepResult(plan.step, [[7] for _ in plan.draws], {}, {})
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

@@ -17,6 +17,18 @@ WEIGHT_FORMATS = ("auto", "fp8", "dequantized")
 RANK_DEATH_POLICIES = ("fail",)  # the instance ends, non-zero, naming the rank
 
 
+MAX_SPECULATIVE_TOKENS = 16
+SPECULATIVE_METHODS = ("mtp", "deepseek_mtp")  # two names of one method
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tokens that the model's MTP module drafts and the model verifies; the tokens that come out are the same."""
+
+    method: str = "mtp"
+    num_speculative_tokens: int = 1
+    adaptive: bool = True  # fewer drafts, or none, where measured acceptance and step times say that they do not pay
+
+
 class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Options of one engine, by the names of `deepserve serve` flags and of `LLM(...)`."""
 
@@ -42,6 +54,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_dispatch_tokens_per_rank: int = 128  # cap of the low-latency expert dispatch
     batch_invariant: bool = False
     graphs: bool | None = None  # capture decode steps and replay them; None: where that is cheaper
+    speculative_config: SpeculativeConfig | None = None
+    num_speculative_tokens: int | None = None  # short for a speculative_config with this many; 0: none
     async_scheduling: bool | None = None  # plan a step while the one before it runs; None: where the device works on its own
     kernel_cache_dir: str | None = None  # where kernels compiled for this model are kept between starts; None: the backend's choice
     num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
@@ -57,6 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     parallel: ParallelConfig
     eplb: EPLBConfig
+    speculative: SpeculativeConfig | None
     max_model_len: int
     page_size: int = PAGE_SIZE
 
@@ -108,12 +123,32 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             model=model,
             parallel=parallel,
             eplb=EPLBConfig(args.num_redundant_experts),
+            speculative=_speculative(args, model),
             max_model_len=max_model_len,
         )
 
     def limits(self, num_pages: int) -> Limits:
         """What a request may ask for, given the pages a rank found room for."""
         return Limits(vocab_size=self.model.vocab_size, max_model_len=self.max_model_len, max_seq_tokens=num_pages * self.page_size)
+
+
+def _speculative(args: EngineArgs, model: ModelConfig) -> SpeculativeConfig | None:
+    config, short = args.speculative_config, args.num_speculative_tokens
+    if config is not None and short is not None and short != config.num_speculative_tokens:
+        raise ValueError(f"num_speculative_tokens is {short}, but speculative_config says {config.num_speculative_tokens}")
+    if config is None and short is not None:
+        config = SpeculativeConfig(num_speculative_tokens=short)
+    if config is None:
+        return None
+    if config.method not in SPECULATIVE_METHODS:
+        raise ValueError(f"speculative method must be one of {', '.join(SPECULATIVE_METHODS)}, got {config.method!r}")
+    if not 0 <= config.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        raise ValueError(f"num_speculative_tokens must be from 0 to {MAX_SPECULATIVE_TOKENS}, got {config.num_speculative_tokens}")
+    if not config.num_speculative_tokens:
+        return None
+    if not model.mtp.num_layers:
+        raise ValueError(f"speculative method {config.method!r} needs a model with an MTP module, this one has none")
+    return config
 
 
 def _check_types(args: EngineArgs) -> None:

@@ -49,6 +49,10 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     num_generated_tokens: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_drafts: int = 0  # times that a sequence had drafts verified
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_by_position: list[int] = []
 
 
 class Register(msgspec.Struct, tag="register", array_like=True, frozen=True):

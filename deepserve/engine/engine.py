@@ -23,6 +23,7 @@ from deepserve.model.hub import resolve_model
 from hw.api import Backend, ExpertStep
 from hw.groups import Groups, open_groups
 from hw.select import open_backend
+from mtp.schedule import DraftSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Engine:
             batch_invariant=args.batch_invariant,
             max_dispatch_tokens_per_rank=args.max_dispatch_tokens_per_rank,
             num_threads=args.num_threads,
+            kernel_cache_dir=args.kernel_cache_dir,
         )
         started = time.perf_counter()
         model = load_model(config, self.backend, rank=self.groups.rank, progress=progress)
@@ -61,8 +63,15 @@ class Engine:
         self.pages = Pages(self.memory.num_pages, config.page_size, prefix_caching=args.enable_prefix_caching)
         # Overlap needs a device that works while the host plans.
         self.asynchronous = self.backend.runtime.runs_ahead if args.async_scheduling is None else args.async_scheduling
-        self.scheduler = Scheduler(scheduler_config(config, max_in_flight=2 if self.asynchronous else 1), self.pages)
+        speculative = config.speculative
+        drafts = None if speculative is None else DraftSchedule(speculative.num_speculative_tokens, speculative.adaptive)
+        num_captured = self._num_captured()
+        # Beyond this a step reaches experts another way, and is not captured.
+        most_verified = args.max_dispatch_tokens_per_rank * self.groups.tp.size if num_captured else None
+        limits = scheduler_config(config, max_in_flight=2 if self.asynchronous else 1, max_verified_tokens=most_verified)
+        self.scheduler = Scheduler(limits, self.pages, drafts)
         self._launched: Launched | None = None
+        self._launched_s = self._collected_s = 0.0  # when that was, by the performance counter
         self.runner = Runner(
             model,
             self.backend,
@@ -70,7 +79,8 @@ class Engine:
             page_size=config.page_size,
             max_num_seqs=args.max_num_seqs,
             max_model_len=config.max_model_len,
-            num_captured=self._num_captured(),
+            max_drafts=0 if drafts is None else drafts.max_drafts,
+            num_captured=num_captured,
             max_dispatch_tokens=args.max_dispatch_tokens_per_rank,
         )
         seconds = time.perf_counter() - started
@@ -133,18 +143,20 @@ class Engine:
         """What this rank's sequences want to run next. Ranks that do not lead their TP group have none of their own."""
         return self.scheduler.plan() if self.groups.is_leader else None
 
-    def run(self, plan: StepPlan | None, step: ExpertStep, *, has_tokens: bool = True) -> list[SequenceOutput]:
+    def run(
+        self, plan: StepPlan | None, step: ExpertStep, *, has_tokens: bool = True, num_drafts: int | None = None
+    ) -> list[SequenceOutput]:
         """Run a step, and apply it or, with asynchronous scheduling, the one before; collective over the instance.
 
-        `has_tokens`: whether this rank's TP group has a plan.
+        `has_tokens`: whether this rank's TP group has a plan. `num_drafts`: that all ranks make; None: the plan's.
         """
-        launched = None
+        launched, launched_s = None, time.perf_counter()
         if has_tokens:
-            launched = self.runner.launch(self._share(plan), step)
+            launched = self.runner.launch(self._share(plan), step, num_drafts)
         else:
-            self.runner.idle(step)
+            self.runner.idle(step, num_drafts or 0)
         outputs = self.collect()
-        self._launched = launched
+        self._launched, self._launched_s = launched, launched_s
         return outputs if self.asynchronous else self.collect()
 
     def collect(self) -> list[SequenceOutput]:
@@ -153,7 +165,14 @@ class Engine:
         if launched is None:
             return []
         result = self.runner.collect(launched)
-        return self.scheduler.apply(result) if self.groups.is_leader else []
+        if not self.groups.is_leader:
+            return []
+        plan, drafts = launched.plan, self.scheduler.drafts
+        # A step that was launched while another one ran began when that one ended.
+        begun_s, self._collected_s = max(self._launched_s, self._collected_s), time.perf_counter()
+        if drafts is not None and plan.num_decode == len(plan.rows) and plan.num_drafts == plan.query_len - 1:
+            drafts.observe_step(plan.num_decode, plan.num_drafts, self._collected_s - begun_s)
+        return self.scheduler.apply(result)
 
     def _share(self, plan: StepPlan | None) -> StepPlan:
         """The leader's plan, on every rank of its TP group."""
@@ -180,17 +199,7 @@ class Engine:
 def load_model(config: EngineConfig, backend: Backend, *, rank: int = 0, progress: bool | None = None) -> Decoder:
     """Build this rank's part of the model and fill it from the checkpoint, or with seeded random weights."""
     args = config.args
-    dtype_name = backend.runtime.compute_dtype(config.model.dtype) if args.dtype == "auto" else args.dtype
-    model = Decoder(
-        config.model,
-        backend,
-        getattr(torch, dtype_name),
-        parallel=config.parallel,
-        rank=rank,
-        max_model_len=config.max_model_len,
-        num_redundant_experts=config.eplb.num_redundant_experts,
-        keep_fp8=args.weight_format == "fp8" or (args.weight_format == "auto" and backend.keeps_fp8),
-    )
+    model = build_model(config, backend, rank)
     if args.load_format == "dummy":
         dummy_weights(model.weights(), args.seed)
     else:
@@ -200,7 +209,25 @@ def load_model(config: EngineConfig, backend: Backend, *, rank: int = 0, progres
     return model
 
 
-def scheduler_config(config: EngineConfig, *, max_in_flight: int = 1) -> SchedulerConfig:
+def build_model(config: EngineConfig, backend: Backend, rank: int, device: torch.device | None = None) -> Decoder:
+    """This rank's part of the model, its weights unset. device: where, if not the backend's own; "meta" for shapes only."""
+    args = config.args
+    dtype_name = backend.runtime.compute_dtype(config.model.dtype) if args.dtype == "auto" else args.dtype
+    return Decoder(
+        config.model,
+        backend,
+        getattr(torch, dtype_name),
+        parallel=config.parallel,
+        rank=rank,
+        max_model_len=config.max_model_len,
+        num_redundant_experts=config.eplb.num_redundant_experts,
+        with_mtp=config.speculative is not None,
+        keep_fp8=args.weight_format == "fp8" or (args.weight_format == "auto" and backend.keeps_fp8),
+        device=device,
+    )
+
+
+def scheduler_config(config: EngineConfig, *, max_in_flight: int = 1, max_verified_tokens: int | None = None) -> SchedulerConfig:
     args = config.args
     return SchedulerConfig(
         max_num_seqs=args.max_num_seqs,
@@ -209,4 +236,5 @@ def scheduler_config(config: EngineConfig, *, max_in_flight: int = 1) -> Schedul
         chunked_prefill=args.enable_chunked_prefill,
         eos_token_ids=frozenset(config.model.eos_token_ids),
         max_in_flight=max_in_flight,
+        max_verified_tokens=max_verified_tokens,
     )

@@ -1,8 +1,9 @@
-"""Captured decode steps: one graph for each of a few batch sizes, replayed on fixed buffers.
+"""Captured decode steps: two graphs for each of a few batch sizes and numbers of drafts, replayed on fixed buffers.
 
-A step of n sequences runs in the smallest graph that holds it; the rows left over compute a token that is written nowhere. A graph
-begins with the tokens that the steps before it drew and ends with the tokens that this one draws. What the host has to tell it
-(positions, slots, lengths, sampling parameters, page tables) goes up in one copy, so a step costs one upload, one launch, one download.
+A step of n sequences runs in the smallest graphs that hold it; the rows left over compute a token that is written nowhere. The first
+graph begins with what the steps before it left in the row state and ends with draws; the second moves the row state on and drafts. What
+the host has to tell them (rows, sampling parameters, page tables) goes up in one copy, so a step costs one upload, two launches, one
+download. Between the two it may draw anew, for what the first graph cannot do: penalties, biases, log-probabilities.
 """
 
 import logging
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepserve.engine.batch import known_tokens
+from deepserve.engine.batch import Drawing, usable_pages
+from deepserve.engine.drafter import Drafter
 from deepserve.engine.rows import Rows
+from deepserve.engine.state import DecodeInputs, RowState
 from deepserve.engine.step import StepPlan
 from deepserve.model.decoder import Decoder
 from hw.api import Backend, ExpertMode, ExpertStep, SampleInputs
@@ -24,15 +27,11 @@ logger = logging.getLogger(__name__)
 
 # One value for each sequence of a step.
 FIELDS = {
-    "token_ids": np.int64,  # -1: the latest draw of its row
     "rows": np.int64,
-    "positions": np.int64,
-    "draw_positions": np.int64,
-    "slots": np.int64,
+    "num_pages": np.int64,
     "top_k": np.int64,
     "seed": np.int64,
     "sequence_idx": np.int64,
-    "seq_lens": np.int32,
     "temperature": np.float32,
     "top_p": np.float32,
     "min_p": np.float32,
@@ -67,110 +66,141 @@ class Layout:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a graph leaves behind, on the device until the next replay."""
+    """What the first graph leaves behind, on the device until the next replay. R is num_seqs * query_len."""
 
-    token_ids: torch.Tensor  # [num_seqs] int64, the tokens that went in
-    logits: torch.Tensor | None  # [num_seqs, vocab] fp32; None off rank 0 of the TP group
-    tokens: torch.Tensor  # [num_seqs] int64, drawn by temperature and filters alone
+    token_ids: torch.Tensor  # [R] int64, the tokens that went in
+    positions: torch.Tensor  # [R] int64, where they stand
+    logits: torch.Tensor | None  # [R, vocab] fp32; None off rank 0 of the TP group
+    tokens: torch.Tensor  # [R] int64, drawn by temperature and filters alone; the second graph takes what stands here then
 
-    def first(self, num_seqs: int) -> "Replayed":
-        logits = None if self.logits is None else self.logits[:num_seqs]
-        return Replayed(self.token_ids[:num_seqs], logits, self.tokens[:num_seqs])
+    def first(self, num: int) -> "Replayed":
+        logits = None if self.logits is None else self.logits[:num]
+        return Replayed(self.token_ids[:num], self.positions[:num], logits, self.tokens[:num])
 
 
 class DecodeGraphs:
     """All graphs of one rank. Made once, after the caches; collective over the instance, whose ranks capture alike."""
 
     def __init__(
-        self,
-        model: Decoder,
-        backend: Backend,
-        caches: list[torch.Tensor],
-        drawn: torch.Tensor,
-        *,
-        largest: int,
-        max_model_len: int,
+        self, model: Decoder, backend: Backend, caches: list[torch.Tensor], state: RowState, drafter: Drafter, *, largest: int, width: int,
         max_dispatch_tokens: int,
-    ):
+    ):  # fmt: skip
         """Captures every size, the largest first so that the others fit its memory.
 
-        drawn `[num_rows + 1]` int64: latest draw of each row, read and written by the graphs; rows left over use the last place.
-        largest: most sequences of a captured step. max_dispatch_tokens: the low-latency dispatch has this size in every graph, so that
-        ranks may replay different ones.
+        largest: most sequences of a captured step. width: of the rows' page tables. max_dispatch_tokens: the low-latency dispatch has this
+        size in every graph, so that ranks may replay different ones; steps whose drafts would not fit it are not captured.
         """
-        self._model, self._backend, self._caches, self._drawn, self._max_model_len = model, backend, caches, drawn, max_model_len
+        self._model, self._backend, self._caches, self._state, self._drafter = model, backend, caches, state, drafter
         self._step = ExpertStep(ExpertMode.LOW_LATENCY, max_dispatch_tokens)
-        self.largest = largest
-        device, self._page_size = backend.runtime.device, caches[0].shape[1]
+        self._max_seq_len = width * caches[0].shape[1]
+        most_tokens = max_dispatch_tokens * model.parallel.tp
+        # By query length, ascending.
+        self._sizes = {q: graph_sizes(min(largest, most_tokens // q)) for q in range(1, state.max_drafts + 2) if most_tokens >= q}
+        keys = sorted(((size, q) for q, sizes in self._sizes.items() for size in sizes), key=lambda key: key[0] * key[1], reverse=True)
+        device, num_tokens = backend.runtime.device, keys[0][0] * keys[0][1]
         self._packed = torch.zeros(Layout(largest).num_bytes, dtype=torch.uint8, device=device)
-        self._page_table = torch.full((largest, -(-max_model_len // self._page_size)), -1, dtype=torch.int32, device=device)
+        self._page_table = torch.zeros((largest, width), dtype=torch.int32, device=device)
+        self._hidden = torch.zeros((num_tokens, model.config.hidden_size), dtype=model.dtype, device=device)
+        self._tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self._accepted = torch.zeros(largest, dtype=torch.int64, device=device)
         started = time.perf_counter()
-        self._replays: dict[int, Callable[[], Replayed]] = {}
-        for size in reversed(graph_sizes(largest)):
-            self._clear(size)
-            self._replays[size] = backend.runtime.capture(self._work_of(size))
-        self._sizes = sorted(self._replays)
+        self._targets: dict[tuple[int, int], Callable[[], Replayed]] = {}
+        self._drafters: dict[tuple[int, int], Callable[[], None]] = {}
+        for key in keys:
+            self._clear(key[0])
+            self._targets[key] = backend.runtime.capture(self._target(*key))
+            self._drafters[key] = backend.runtime.capture(self._draft(*key))
+        self._idle: dict[int, Callable[[], None]] = {}
         if model.parallel.dp > 1:
-            self.idle: Callable[[], None] = backend.runtime.capture(lambda: model.idle(self._step))
-        logger.info("captured %d decode steps of up to %d sequences in %.1f s", len(self._sizes), largest, time.perf_counter() - started)
+            self._idle = {q - 1: backend.runtime.capture(self._serve(q - 1)) for q in self._sizes}
+        logger.info("captured %d decode steps of up to %d sequences in %.1f s", len(keys), largest, time.perf_counter() - started)
 
-    def _work_of(self, size: int) -> Callable[[], Replayed]:
+    def _inputs(self, size: int, query_len: int) -> tuple[DecodeInputs, AttnMetadata]:
+        fields, table = Layout(size).device(self._packed), self._page_table[:size]
+        inputs = self._state.decode_inputs(fields["rows"], table, fields["num_pages"], query_len)
+        decode = DecodeMeta(size, query_len, inputs.seq_lens, self._max_seq_len, table)
+        return inputs, AttnMetadata(inputs.positions, inputs.slots, decode, None)
+
+    def _target(self, size: int, query_len: int) -> Callable[[], Replayed]:
         fields = Layout(size).device(self._packed)
-        decode = DecodeMeta(size, 1, fields["seq_lens"], self._max_model_len, self._page_table[:size])
-        meta = AttnMetadata(fields["positions"], fields["slots"], decode, None)
-        # One graph serves greedy and sampled rows: kernels look at each row's parameters.
-        keys = {name: fields[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "sequence_idx")}
-        inputs = SampleInputs(**keys, position=fields["draw_positions"], any_sampled=True, any_filtered=True)
-        told, rows = fields["token_ids"], fields["rows"]
+        num = size * query_len
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "sequence_idx")
 
         def work() -> Replayed:
-            token_ids = torch.where(told < 0, self._drawn[rows], told)
-            logits = self._model.logits(self._model.forward(token_ids, meta, self._caches, self._step))
-            tokens = torch.empty_like(told) if logits is None else self._backend.ops.sample(logits, inputs)
-            self._drawn[rows] = self._backend.tp.broadcast(tokens)
-            return Replayed(token_ids, logits, tokens)
+            inputs, meta = self._inputs(size, query_len)
+            hidden = self._model.forward(inputs.token_ids, meta, self._caches, self._step)
+            logits = self._model.logits(hidden)
+            if logits is not None:
+                keys = {name: fields[name].repeat_interleave(query_len, output_size=num) for name in names}
+                # One graph serves greedy and sampled rows: kernels look at each row's parameters.
+                sample = SampleInputs(**keys, position=inputs.positions + 1, any_sampled=True, any_filtered=True)
+                self._tokens[:num] = self._backend.ops.sample(logits, sample)
+            self._backend.tp.broadcast(self._tokens[:num])
+            self._hidden[:num] = hidden
+            return Replayed(inputs.token_ids, inputs.positions, logits, self._tokens[:num])
 
         return work
 
-    def fits(self, plan: StepPlan, step: ExpertStep) -> bool:
-        """Whether a step can be replayed: it only decodes, every entry draws, and experts are reached without the host."""
-        num_seqs = len(plan.rows)
-        only_draws = plan.num_single == num_seqs == len(plan.draws) and not plan.prompt_logprobs
-        return only_draws and num_seqs <= self.largest and step.mode is ExpertMode.LOW_LATENCY
+    def _draft(self, size: int, query_len: int) -> Callable[[], None]:
+        fields, table = Layout(size).device(self._packed), self._page_table[:size]
+        tokens, hidden = self._tokens[: size * query_len], self._hidden[: size * query_len]
+        nothing = tokens[:0]
+        drawing = Drawing(fields["rows"], size, query_len, nothing, table, fields["num_pages"], self._max_seq_len)
 
-    def run(self, plan: StepPlan, rows: Rows) -> Replayed:
-        """Queue a step that `fits`."""
-        num_seqs = len(plan.rows)
-        size = next(size for size in self._sizes if size >= num_seqs)
-        layout = Layout(size)
-        entry_rows, starts = np.asarray(plan.rows, np.int64), np.asarray(plan.starts, np.int64)
-        page_table = rows.page_table[entry_rows, : -(-(int(starts.max()) + 1) // self._page_size)]
+        def work() -> None:
+            _, meta = self._inputs(size, query_len)
+            self._accepted[:size] = self._drafter.run(drawing, tokens, query_len - 1, hidden, tokens, meta, self._step)
+
+        return work
+
+    def _serve(self, num_drafts: int) -> Callable[[], None]:
+        def work() -> None:
+            self._model.idle(self._step)
+            self._model.idle_drafts(self._step, num_drafts)
+
+        return work
+
+    def idle(self, num_drafts: int) -> None:
+        """Queue a step without tokens of our own."""
+        self._idle[num_drafts]()
+
+    def fits(self, plan: StepPlan, step: ExpertStep, num_drafts: int) -> bool:
+        """Whether a step can be replayed: it only decodes, verifies as many drafts as it makes, and reaches experts without the host."""
+        only_decodes = plan.num_decode == len(plan.rows) and not plan.prompt_logprobs and num_drafts == plan.query_len - 1
+        fitting = self._sizes.get(plan.query_len)
+        return only_decodes and fitting is not None and len(plan.rows) <= fitting[-1] and step.mode is ExpertMode.LOW_LATENCY
+
+    def _key(self, plan: StepPlan) -> tuple[int, int]:
+        return next(size for size in self._sizes[plan.query_len] if size >= len(plan.rows)), plan.query_len
+
+    def run_target(self, plan: StepPlan, rows: Rows) -> Replayed:
+        """Queue the pass and the draws of a step that `fits`."""
+        num_seqs, key = len(plan.rows), self._key(plan)
+        layout = Layout(key[0])
+        entry_rows = np.asarray(plan.rows, np.int64)
+        last = max(plan.starts) + 2 * plan.query_len
+        page_table = usable_pages(rows, entry_rows, -(-last // self._state.page_size))
         packed = np.empty(layout.num_bytes + page_table.nbytes, np.uint8)
         fields = layout.host(packed)
         self._leave_over(fields, num_seqs)
-        pages = rows.page_table[entry_rows, starts // self._page_size].astype(np.int64)
-        values = {
-            "token_ids": known_tokens(plan, rows),
-            "rows": entry_rows,
-            "positions": starts,
-            "draw_positions": starts + 1,
-            "slots": pages * self._page_size + starts % self._page_size,
-            "seq_lens": starts + 1,
-        }
         for name, field in fields.items():
-            field[:num_seqs] = values[name] if name in values else getattr(rows, name)[entry_rows]
+            field[:num_seqs] = entry_rows if name == "rows" else getattr(rows, name)[entry_rows]
         packed[layout.num_bytes :] = page_table.reshape(-1).view(np.uint8)
         sent = self._backend.runtime.upload(packed)
         self._packed[: layout.num_bytes] = sent[: layout.num_bytes]
         self._page_table[:num_seqs, : page_table.shape[1]] = sent[layout.num_bytes :].view(torch.int32).view(page_table.shape)
-        return self._replays[size]().first(num_seqs)
+        return self._targets[key]().first(num_seqs * plan.query_len)
+
+    def run_drafter(self, plan: StepPlan) -> torch.Tensor:
+        """Queue what follows on `run_target`: how many drafts each entry accepted, `[num_seqs]` int64."""
+        self._drafters[self._key(plan)]()
+        return self._accepted[: len(plan.rows)].clone()
 
     def _leave_over(self, fields: dict[str, np.ndarray], num_seqs: int) -> None:
         """Rows from `num_seqs` on are nobody's: they must not write, nor read pages that are others' by now."""
         for field in fields.values():
             field[num_seqs:] = 0
-        fields["rows"][num_seqs:] = len(self._drawn) - 1
-        fields["slots"][num_seqs:] = -1
+        fields["rows"][num_seqs:] = self._state.num_rows
 
     def _clear(self, size: int) -> None:
         """Nobody's rows only, for the time of a capture."""

@@ -33,7 +33,8 @@ class Ballot:
     drained: bool = False  # told to drain, and nothing is left here
 
     def ints(self) -> list[int]:
-        return [self.num_tokens, int(self.has_work), int(self.has_launched), int(self.stop), int(self.drained)]
+    num_drafts: int = 0  # that its plan makes
+        return [self.num_tokens, int(self.has_work), int(self.has_launched), int(self.stop), int(self.drained), self.num_drafts]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Outcome:
     end: bool  # somebody was told to stop, or all have drained
 
     @property
+    num_drafts: int = 0  # that every rank makes in this step: experts of the MTP module are spread over all
     def idle(self) -> bool:
         return not any(self.num_tokens) and not self.collect
 
@@ -97,7 +99,7 @@ class Lockstep:
         assert any(num_tokens) or collect or not any(row[1] for row in leaders), "there is work that no step takes on"
         end = any(row[3] for row in leaders) or all(row[4] for row in leaders)
         step = expert_step([-(-tokens // tp) for tokens in num_tokens], self._cap, captured=self._captured)
-        return Outcome(num_tokens, step, collect, end)
+        return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders))
 
     def park(self, poller: zmq.Poller) -> None:
         """Sleep until a message or a wake-up of this park comes in, or it is time to see whether the other ranks live.

@@ -123,7 +123,8 @@ class EngineLoop:
         if outcome.collect:
             self._send_outputs(self.engine.collect())
             return True
-        outputs = self.engine.run(plan, outcome.step, has_tokens=outcome.num_tokens[self._dp_rank] > 0)
+        has_tokens = outcome.num_tokens[self._dp_rank] > 0
+        outputs = self.engine.run(plan, outcome.step, has_tokens=has_tokens, num_drafts=outcome.num_drafts)
         self._send_outputs(outputs)
         return True
 
@@ -133,7 +134,8 @@ class EngineLoop:
         self._heart.load = self.engine.load()
         has_work = self.engine.has_work
         drained = self._draining and not has_work
-        return Ballot(0 if plan is None else plan.num_tokens, has_work, self.engine.has_launched, self._stopping, drained)
+        num_tokens, num_drafts = (0, 0) if plan is None else (plan.num_tokens, plan.num_drafts)
+        return Ballot(num_tokens, has_work, self.engine.has_launched, self._stopping, drained, num_drafts)
 
     def close(self, error: str = "") -> None:
         """Say goodbye and close the sockets."""

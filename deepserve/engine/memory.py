@@ -72,5 +72,6 @@ def _workspace_bytes(config: EngineConfig) -> int:
     mlp = 3 * model.intermediate_size
     if model.moe is not None:
         mlp = max(mlp, model.moe.top_k * (3 * model.moe.intermediate_size + 2 * model.hidden_size))
-    logits = 2 * max(config.args.max_num_seqs, 256) * model.vocab_size
+    num_draws = config.args.max_num_seqs * (1 + (config.speculative.num_speculative_tokens if config.speculative else 0))
+    logits = 2 * max(num_draws, 256) * model.vocab_size
     return 4 * (tokens * (attention + mlp + 4 * model.hidden_size) + logits)

@@ -193,11 +193,12 @@ class Sequence:
                                 num_computed ^           ^ num_started   ^ num_expected
 
     Steps in flight draw tokens that nobody has seen yet: `num_expected` counts them, `tokens` does not. Without a step in flight
-    num_started equals num_computed and num_expected equals the number of tokens.
+    num_started equals num_computed and num_expected equals the number of tokens. While drafts are in flight both are the most that can
+    be, as if all of them stood.
     """
 
     __slots__ = (
-        "cache_salt", "end_token_ids", "index", "num_cached", "num_computed", "num_expected", "num_preemptions", "num_prompt",
+        "cache_salt", "end_token_ids", "index", "num_cached", "num_computed", "num_drafts", "num_expected", "num_preemptions", "num_prompt",
         "num_sent_pages", "num_started", "page_hashes", "pages", "params", "prompt_logprobs", "request_id", "row", "stay", "tokens",
     )  # fmt: skip
 
@@ -216,6 +217,7 @@ class Sequence:
         self.pages: list[int] = []
         self.page_hashes: list[bytes] = []  # chain hashes of the full pages hashed so far
         self.row: int | None = None  # place in the runner's tables while running
+        self.num_drafts = 0  # that wait on the device to be verified
         self.num_sent_pages = 0  # pages the runner was told of
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0
@@ -224,6 +226,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def most_tokens(self) -> int:
+        """Length at which it ends for sure."""
+        return self.num_prompt + self.params.max_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

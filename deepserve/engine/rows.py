@@ -1,6 +1,7 @@
 """The runner's table of running sequences: one row each, kept on the host, changed by what a plan says.
 
-Tokens and page tables stay here between steps, so that a plan carries only changes. The scheduler numbers the rows.
+Page tables, parameters and the tokens known when a row was filled stay here between steps, so that a plan carries only changes. What
+has been drawn since is on the device: `deepserve.engine.state`. The scheduler numbers the rows.
 """
 
 import numpy as np
@@ -14,9 +15,8 @@ class Rows:
 
     def __init__(self, num_rows: int, max_pages: int):
         self.page_table = np.full((num_rows, max_pages), -1, dtype=np.int32)
-        self.tokens: list[np.ndarray] = [np.empty(0, np.int32)] * num_rows  # prompt, generated, and room for what may come
-        self.num_known = np.zeros(num_rows, np.int64)  # tokens that the host has seen; one more may be on the device
-        self.num_fills = np.zeros(num_rows, np.int64)  # which sequence, in a way: tells a late token that its row has been refilled
+        self.num_pages = np.zeros(num_rows, np.int64)
+        self.tokens: list[np.ndarray] = [np.empty(0, np.int32)] * num_rows  # prompt, and what was generated before the row was filled
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.sequence_idx = np.zeros(num_rows, np.int64)
         self.seed = np.zeros(num_rows, np.int64)
@@ -38,23 +38,16 @@ class Rows:
             self._fill(fill)
         if plan.page_rows:
             self.page_table[plan.page_rows, plan.page_idxs] = plan.page_ids
+            np.add.at(self.num_pages, plan.page_rows, 1)
         return [fill.row for fill in plan.fills]
-
-    def learn(self, row: int, num_fills: int, position: int, token: int) -> None:
-        """A drawn token has reached the host. It is dropped if another sequence has taken the row since."""
-        if self.num_fills[row] == num_fills and position < len(self.tokens[row]):
-            self.tokens[row][position] = token
-            self.num_known[row] = position + 1
 
     def _fill(self, fill: RowFill) -> None:
         row, params = fill.row, fill.params
-        known = np.frombuffer(fill.tokens, np.int32)
         assert params.max_tokens is not None and params.seed is not None
-        self.tokens[row] = np.concatenate((known, np.zeros(fill.num_prompt + params.max_tokens - len(known), np.int32)))
-        self.num_known[row] = len(known)
-        self.num_fills[row] += 1
+        self.tokens[row] = np.frombuffer(fill.tokens, np.int32)
         self.page_table[row] = -1
         self.page_table[row, : len(fill.pages)] = fill.pages
+        self.num_pages[row] = len(fill.pages)
         self.num_prompt[row] = fill.num_prompt
         self.sequence_idx[row] = fill.sequence_idx
         self.seed[row] = params.seed

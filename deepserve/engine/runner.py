@@ -6,17 +6,19 @@ from dataclasses import dataclass
 import torch
 
 from deepserve.engine.batch import build_batch
+from deepserve.engine.drafter import Drafter
 from deepserve.engine.graphs import DecodeGraphs
 from deepserve.engine.request import PositionLogprobs
 from deepserve.engine.rows import Rows
 from deepserve.engine.sampler import PROMPT_TILE, Sampler, Wanted
+from deepserve.engine.state import RowState
 from deepserve.engine.step import StepPlan, StepResult
 from deepserve.model.decoder import Decoder
 from hw.api import Backend, ExpertMode, ExpertStep
 
 
 class Runner:
-    """Runs plans. Its only state is the row table, the caches and the penalty counts; all of it can be told again."""
+    """Runs plans. Its only state is the rows, the caches and the penalty counts; all of it can be told again."""
 
     def __init__(
         self,
@@ -27,12 +29,12 @@ class Runner:
         page_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        max_drafts: int = 0,
         num_captured: int = 0,
         max_dispatch_tokens: int = 0,
     ):
-        """num_captured: most sequences of a decode step that is captured and replayed; 0: none.
-
-        max_dispatch_tokens: most tokens that a rank brings to experts in such a step.
+        """max_drafts: most drafts that a step makes behind a draw. num_captured: most sequences of a decode step that is captured and
+        replayed; 0: none. max_dispatch_tokens: most tokens that a rank brings to experts in such a step.
         """
         self.model, self.backend, self.page_size = model, backend, page_size
         runtime = backend.runtime
@@ -41,57 +43,78 @@ class Runner:
         self.caches = [
             runtime.zeros((num_pages, page_size, *layer.paged[0].shape), getattr(torch, layer.paged[0].dtype)) for layer in spec.layers
         ]
-        self.rows = Rows(max_num_seqs, -(-max_model_len // page_size))
+        # Drafts may lie behind the last position that a sequence can have.
+        self.rows = Rows(max_num_seqs, -(-(max_model_len + 2 * max_drafts) // page_size))
+        self.state = RowState(max_num_seqs, max_drafts, max_model_len, page_size, runtime)
         self.sampler = Sampler(backend.ops, self.rows, model.config.vocab_size, runtime)
+        self.drafter = Drafter(model, backend, self.caches, self.state)
         self.graphs: DecodeGraphs | None = None
         if num_captured:
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(
-                    model, backend, self.caches, self.sampler.drawn,
-                    largest=num_captured, max_model_len=max_model_len, max_dispatch_tokens=max_dispatch_tokens,
+                    model, backend, self.caches, self.state, self.drafter,
+                    largest=num_captured, width=self.rows.page_table.shape[1], max_dispatch_tokens=max_dispatch_tokens,
                 )  # fmt: skip
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, step: ExpertStep) -> "Launched":
-        """Queue one forward pass and the draws behind it; waits for nothing that the device has yet to do.
+    def launch(self, plan: StepPlan, step: ExpertStep, num_drafts: int | None = None) -> "Launched":
+        """Queue one forward pass, the draws behind it and the drafts behind these; waits for nothing that the device has yet to do.
 
-        All ranks of a TP group call it with the same plan and get the same tokens; log-probabilities are rank 0's.
+        num_drafts: of all ranks of the instance, at least the plan's; None: the plan's. All ranks of a TP group call it with the same
+        plan and get the same tokens; log-probabilities are rank 0's.
         """
-        self.sampler.forget(self.rows.update(plan))
-        rows = [plan.rows[i] for i in plan.draws]
-        positions = [plan.starts[i] + plan.counts[i] for i in plan.draws]
+        num_drafts = plan.num_drafts if num_drafts is None else num_drafts
+        filled = self.rows.update(plan)
+        self.sampler.forget(filled)
+        self.state.fill(filled, self.rows)
+        runs = [(plan.rows[i], plan.query_len if i < plan.num_decode else 1) for i in plan.draws]
         prompt_logprobs: dict[int, list[Wanted]] = {}
-        if self.graphs is not None and self.graphs.fits(plan, step):
-            replayed = self.graphs.run(plan, self.rows)
-            tokens, logprobs = replayed.tokens, None
-            if not self.sampler.draws_plainly(rows):  # then the draw inside the graph was for nothing
-                tokens, logprobs = self._draw(replayed.logits, rows, positions, replayed.token_ids)
+        if self.graphs is not None and self.graphs.fits(plan, step, num_drafts):
+            replayed = self.graphs.run_target(plan, self.rows)
+            tokens, logits, logprobs = replayed.tokens, replayed.logits, None
+            if not self.sampler.draws_plainly(plan.rows):  # then the draw inside the graph was for nothing
+                drawn, logprobs = self._draw(logits, runs, replayed.positions + 1, replayed.token_ids)
+                tokens.copy_(drawn)
+            accepted = self.graphs.run_drafter(plan)
+            tokens = tokens.clone()  # the next replay may come before this is read
         else:
-            batch = build_batch(plan, self.rows, self.sampler.drawn, self.page_size, self.backend.runtime)
+            batch = build_batch(plan, self.rows, self.state, self.page_size, self.backend.runtime)
             hidden = self.model.forward(batch.token_ids, batch.meta, self.caches, step)
             prompt_logprobs = {i: self._prompt_logprobs(plan, i, hidden, int(batch.ends[i])) for i in plan.prompt_logprobs}
-            drawing, latest = (x if batch.draws is None else x[batch.draws] for x in (hidden, batch.token_ids))
-            tokens, logprobs = self._draw(self.model.logits(drawing) if rows else None, rows, positions, latest)
+            every = slice(None) if batch.draws is None else batch.draws
+            logits = self.model.logits(hidden[every]) if runs else None
+            tokens, logprobs = self._draw(logits, runs, batch.meta.positions[every] + 1, batch.token_ids[every])
+            next_ids = batch.next_ids.index_copy(0, batch.draws, tokens) if batch.draws is not None else tokens
+            accepted = self.drafter.run(batch.drawing, tokens, num_drafts, hidden, next_ids, batch.meta, step)
+        if logits is not None:
+            self.sampler.count(runs, tokens, accepted)
         wanted = [*([logprobs] if logprobs else []), *(tile for tiles in prompt_logprobs.values() for tile in tiles)]
-        fetch = self.backend.runtime.download([tokens, *(tensor for one in wanted for tensor in one.tensors)])
-        return Launched(plan, rows, self.rows.num_fills[rows].tolist(), positions, logprobs, prompt_logprobs, fetch)
+        fetch = self.backend.runtime.download([tokens, accepted, *(tensor for one in wanted for tensor in one.tensors)])
+        return Launched(plan, logprobs, prompt_logprobs, fetch)
 
     def collect(self, launched: "Launched") -> StepResult:
         """Wait for a launched step and fetch what it produced. Steps are collected in the order of their launch."""
         plan = launched.plan
         fetched = iter(launched.fetch())
-        tokens = next(fetched).tolist()
-        for row, num_fills, position, token in zip(launched.rows, launched.num_fills, launched.positions, tokens, strict=True):
-            self.rows.learn(row, num_fills, position, token)
+        tokens, accepted = next(fetched).tolist(), next(fetched).tolist()
 
         def unpack(wanted: Wanted) -> dict[int, PositionLogprobs]:
             return wanted.unpack([next(fetched) for _ in wanted.tensors])
 
         by_draw = {} if launched.logprobs is None else unpack(launched.logprobs)
+        kept: list[list[int]] = []
+        logprobs: dict[int, list[PositionLogprobs]] = {}
+        first = 0
+        for i in plan.draws:
+            num_drawn, num_kept = (plan.query_len, accepted[i] + 1) if i < plan.num_decode else (1, 1)
+            kept.append(tokens[first : first + num_kept])
+            if first in by_draw:
+                logprobs[i] = [by_draw[j] for j in range(first, first + num_kept)]
+            first += num_drawn
         return StepResult(
             step=plan.step,
-            tokens=tokens,
-            logprobs={plan.draws[j]: found for j, found in by_draw.items()},
+            tokens=kept,
+            logprobs=logprobs,
             prompt_logprobs={i: [at for tile in tiles for at in unpack(tile).values()] for i, tiles in launched.prompt_logprobs.items()},
         )
 
@@ -100,27 +123,23 @@ class Runner:
         return self.collect(self.launch(plan, step))
 
     @torch.inference_mode()
-    def idle(self, step: ExpertStep) -> None:
-        """Take part in a step without tokens of our own."""
+    def idle(self, step: ExpertStep, num_drafts: int = 0) -> None:
+        """Take part in a step without tokens of our own, and in `num_drafts` passes of the MTP module."""
         if self.graphs is not None and step.mode is ExpertMode.LOW_LATENCY:
-            self.graphs.idle()
+            self.graphs.idle(num_drafts)
         else:
             self.model.idle(step)
+            self.model.idle_drafts(step, num_drafts)
 
     def _draw(
-        self, logits: torch.Tensor | None, row_ids: list[int], positions: list[int], latest: torch.Tensor
+        self, logits: torch.Tensor | None, runs: list[tuple[int, int]], positions: torch.Tensor, inputs: torch.Tensor
     ) -> tuple[torch.Tensor, Wanted | None]:
-        """Rank 0 of the TP group, which has the logits, samples and tells the others.
-
-        logits `[R, vocab]` fp32; latest, the tokens before the drawn ones, and tokens: `[R]` int64.
-        """
-        if not row_ids:
-            return self.sampler.drawn[:0], None
+        """Rank 0 of the TP group, which has the logits, samples and tells the others. For arguments and results see `Sampler.draw`."""
+        if not runs:
+            return inputs[:0], None
         if logits is None:
-            tokens = self.backend.tp.broadcast(torch.empty(len(row_ids), dtype=torch.int64, device=self.sampler.drawn.device))
-            self.sampler.note(row_ids, tokens)
-            return tokens, None
-        tokens, logprobs = self.sampler.draw(logits, row_ids, positions, latest)
+            return self.backend.tp.broadcast(torch.empty_like(inputs)), None
+        tokens, logprobs = self.sampler.draw(logits, runs, positions, inputs)
         return self.backend.tp.broadcast(tokens), logprobs
 
     def _prompt_logprobs(self, plan: StepPlan, entry: int, hidden: torch.Tensor, end: int) -> list[Wanted]:
@@ -142,9 +161,7 @@ class Launched:
     """A step on its way through the device."""
 
     plan: StepPlan
-    rows: list[int]  # of each draw
-    num_fills: list[int]  # of these rows at launch
-    positions: list[int]  # where the drawn tokens stand
     logprobs: Wanted | None  # by draw
     prompt_logprobs: dict[int, list[Wanted]]  # by entry, in tiles
-    fetch: Callable[[], list[torch.Tensor]]  # tokens `[num_draws]` int64, then the tensors of all of the above in order
+    # Tokens `[R]` int64, one for each draw, drafts accepted by each decode entry `[num_decode]` int64, then the tensors of the above.
+    fetch: Callable[[], list[torch.Tensor]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepserve.engine.request import PositionLogprobs
+from deepserve.engine.request import PositionLogprobs, SamplingParams
 from deepserve.engine.rows import Rows
 from hw.api import Logprobs, Ops, PenaltyInputs, Runtime, SampleInputs
 
@@ -18,31 +18,35 @@ PROMPT_TILE = 256
 
 
 class _Seen:
-    """Token statistics of one penalized row: which tokens its prompt holds and how often each was generated up to `upto`."""
+    """Token statistics of one penalized row: which tokens its prompt holds and how often each was generated, up to its latest token."""
 
     def __init__(self, tokens: np.ndarray, num_prompt: int, vocab_size: int, device: torch.device):
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
         self.prompt_mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.prompt_mask[torch.from_numpy(tokens[:num_prompt].astype(np.int64)).to(device)] = True
+        self.prompt_mask[ids[:num_prompt]] = True
         self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-        self.upto = num_prompt
+        self.counts.index_add_(0, ids[num_prompt:], torch.ones(len(ids) - num_prompt, device=device))
 
-    def move_to(self, tokens: np.ndarray, upto: int) -> None:
-        """Count generated tokens up to position `upto`, forwards or, after a discarded step, backwards. The host knows them."""
-        low, high, step = (self.upto, upto, 1.0) if upto >= self.upto else (upto, self.upto, -1.0)
-        if low < high:
-            ids = torch.from_numpy(tokens[low:high].astype(np.int64)).to(self.counts.device)
-            self.counts.index_add_(0, ids, torch.full((high - low,), step, device=self.counts.device))
-        self.upto = upto
+    def with_drafts(self, drafts: torch.Tensor) -> torch.Tensor:
+        """drafts `[k]` -> counts before each of k + 1 draws `[k + 1, vocab]`: draw j is behind the first j drafts."""
+        counts = self.counts.repeat(len(drafts) + 1, 1)
+        for j in range(len(drafts)):
+            later = counts[j + 1 :]
+            later.index_add_(1, drafts[j : j + 1], later.new_ones(len(later), 1))
+        return counts
+
+    def add(self, draws: torch.Tensor, num_kept: torch.Tensor) -> None:
+        """The first `num_kept` (on the device) of draws `[k + 1]` were generated."""
+        kept = torch.arange(len(draws), device=draws.device) < num_kept
+        self.counts.index_add_(0, draws, kept.float())
 
 
 class Sampler:
-    """Draws the next token of each row. Owns the latest draws, and the penalty counts, which it can move either way."""
+    """Draws the next tokens of each row. Owns the penalty counts, which begin anew whenever a row is filled."""
 
     def __init__(self, ops: Ops, rows: Rows, vocab_size: int, runtime: Runtime):
         self.ops, self.rows, self.vocab_size, self._runtime = ops, rows, vocab_size, runtime
-        self.device = device = runtime.device
-        # [num_rows + 1] latest token of each row, and a place for what rows without a sequence draw
-        self.drawn = torch.zeros(rows.page_table.shape[0] + 1, dtype=torch.int64, device=device)
+        self.device = runtime.device
         self._seen: dict[int, _Seen] = {}
 
     def forget(self, filled: list[int]) -> None:
@@ -56,29 +60,36 @@ class Sampler:
         return all(some.isdisjoint(row_ids) for some in (rows.penalized, rows.biased, rows.min_length, rows.with_logprobs))
 
     def draw(
-        self, logits: torch.Tensor, row_ids: list[int], positions: list[int], latest: torch.Tensor
+        self, logits: torch.Tensor, runs: list[tuple[int, int]], positions: torch.Tensor, inputs: torch.Tensor
     ) -> tuple[torch.Tensor, "Wanted | None"]:
-        """logits `[R, V]` fp32, changed in place; positions are where the drawn tokens will stand.
+        """logits `[R, V]` fp32, changed in place, one row for each draw.
 
-        latest `[R]` int64: the tokens right before them, which the host may not have seen.
-        Returns tokens `[R]` int64 and the log-probabilities that were asked for, all still on the device.
+        runs: (row, number of draws) in order; the draws of a run are at consecutive positions. positions `[R]` int64: where the drawn
+        tokens will stand. inputs `[R]` int64: the token right before each, which within a run is a draft. Returns tokens `[R]` int64 and
+        the log-probabilities that were asked for, by draw, all still on the device.
         """
         rows = self.rows
+        row_ids = [row for row, count in runs for _ in range(count)]
         wanted = [i for i, row in enumerate(row_ids) if row in rows.with_logprobs] if rows.with_logprobs else []
         wanted_idx = self._ids(wanted) if wanted else None
         raw = logits[wanted_idx] if wanted_idx is not None else None  # a copy
-        self._penalize(logits, row_ids, positions, latest)
+        self._penalize(logits, runs, inputs)
         self._bias(logits, row_ids, positions)
         tokens = self.ops.sample(logits, self._inputs(row_ids, positions))
-        self.note(row_ids, tokens)
         if raw is None:
             return tokens, None
         nums = [rows.params[row_ids[i]].logprobs for i in wanted]
         return tokens, self._wanted(raw, tokens[wanted_idx], nums, wanted)
 
-    def note(self, row_ids: list[int], tokens: torch.Tensor) -> None:
-        """Keep the tokens `[R]` just drawn for these rows, here or by rank 0 of the TP group."""
-        self.drawn[self._ids(row_ids)] = tokens
+    def count(self, runs: list[tuple[int, int]], tokens: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Tokens `[R]` were drawn; of the first runs, `accepted` drafts and one more draw each were kept, of the others all."""
+        if not self.rows.penalized:
+            return
+        first = 0
+        for i, (row, count) in enumerate(runs):
+            if row in self._seen:
+                self._seen[row].add(tokens[first : first + count], accepted[i] + 1 if i < len(accepted) else accepted.new_ones(()))
+            first += count
 
     def _ids(self, ids: list[int]) -> torch.Tensor:
         return self._runtime.upload(np.asarray(ids, np.int64))
@@ -89,7 +100,7 @@ class Sampler:
         num = self.rows.params[row].prompt_logprobs
         return self._wanted(logits, tokens, [num] * logits.shape[0], list(range(logits.shape[0])))
 
-    def _inputs(self, row_ids: list[int], positions: list[int]) -> SampleInputs:
+    def _inputs(self, row_ids: list[int], positions: torch.Tensor) -> SampleInputs:
         rows, ids, tensor = self.rows, np.asarray(row_ids, np.int64), self._runtime.upload
         temperature, top_k, top_p, min_p = rows.temperature[ids], rows.top_k[ids], rows.top_p[ids], rows.min_p[ids]
         return SampleInputs(
@@ -99,47 +110,49 @@ class Sampler:
             min_p=tensor(min_p),
             seed=tensor(rows.seed[ids]),
             sequence_idx=tensor(rows.sequence_idx[ids]),
-            position=tensor(np.asarray(positions, np.int64)),
+            position=positions,
             any_sampled=bool((temperature > 0).any()),
             any_filtered=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
         )
 
-    def _penalize(self, logits: torch.Tensor, row_ids: list[int], positions: list[int], latest: torch.Tensor) -> None:
-        picked = [i for i, row in enumerate(row_ids) if row in self.rows.penalized] if self.rows.penalized else []
+    def _penalize(self, logits: torch.Tensor, runs: list[tuple[int, int]], inputs: torch.Tensor) -> None:
+        if not self.rows.penalized:
+            return
+        picked: list[int] = []
+        masks: list[torch.Tensor] = []
+        counts: list[torch.Tensor] = []
+        params: list[SamplingParams] = []
+        first = 0
+        for row, count in runs:
+            if row in self.rows.penalized:
+                seen = self._seen_of(row)
+                picked += range(first, first + count)
+                masks.append(seen.prompt_mask.expand(count, -1))
+                counts.append(seen.with_drafts(inputs[first + 1 : first + count]))
+                params += [self.rows.params[row]] * count
+            first += count
         if not picked:
             return
-        seen = [self._seen_of(row_ids[i], positions[i]) for i in picked]
-        seen_counts = [self._counts(s, positions[i], latest[i : i + 1]) for s, i in zip(seen, picked, strict=True)]
-        params = [self.rows.params[row_ids[i]] for i in picked]
 
         def column(values: list[float]) -> torch.Tensor:
             return self._runtime.upload(np.asarray(values, np.float32))
 
-        inputs = PenaltyInputs(
+        penalties = PenaltyInputs(
             rows=self._ids(picked),
-            prompt_mask=torch.stack([s.prompt_mask for s in seen]),
-            output_counts=torch.stack(seen_counts),
+            prompt_mask=torch.cat(masks),
+            output_counts=torch.cat(counts),
             presence=column([p.presence_penalty for p in params]),
             frequency=column([p.frequency_penalty for p in params]),
             repetition=column([p.repetition_penalty for p in params]),
         )
-        self.ops.penalize(logits, inputs)
+        self.ops.penalize(logits, penalties)
 
-    def _seen_of(self, row: int, position: int) -> _Seen:
-        tokens = self.rows.tokens[row]
+    def _seen_of(self, row: int) -> _Seen:
         if row not in self._seen:
-            self._seen[row] = _Seen(tokens, int(self.rows.num_prompt[row]), self.vocab_size, self.device)
-        self._seen[row].move_to(tokens, min(position, int(self.rows.num_known[row])))
+            self._seen[row] = _Seen(self.rows.tokens[row], int(self.rows.num_prompt[row]), self.vocab_size, self.device)
         return self._seen[row]
 
-    def _counts(self, seen: _Seen, position: int, latest: torch.Tensor) -> torch.Tensor:
-        """Times that each token was generated before `position`, the latest one included even if only the device has seen it."""
-        if seen.upto == position:
-            return seen.counts
-        assert seen.upto == position - 1, "two tokens of a row are unseen"
-        return seen.counts.index_add(0, latest, torch.ones(1, device=self.device))
-
-    def _bias(self, logits: torch.Tensor, row_ids: list[int], positions: list[int]) -> None:
+    def _bias(self, logits: torch.Tensor, row_ids: list[int], positions: torch.Tensor) -> None:
         """Logit bias, then the ban on end tokens before min_tokens."""
         rows = self.rows
         if rows.biased:
@@ -149,8 +162,10 @@ class Sampler:
                     logits[i].index_add_(0, self._ids(list(bias)), self._runtime.upload(np.asarray(list(bias.values()), np.float32)))
         if rows.min_length:
             for i, row in enumerate(row_ids):
-                if row in rows.min_length and positions[i] - rows.num_prompt[row] < rows.params[row].min_tokens:
-                    logits[i].index_fill_(0, self._ids(rows.end_token_ids[row]), -torch.inf)
+                if row in rows.min_length:
+                    ends = self._ids(rows.end_token_ids[row])
+                    too_early = positions[i] < int(rows.num_prompt[row]) + rows.params[row].min_tokens
+                    logits[i].index_copy_(0, ends, torch.where(too_early, -torch.inf, logits[i][ends]))
 
     def _wanted(self, logits: torch.Tensor, tokens: torch.Tensor, nums: list[int], keys: list[int]) -> "Wanted":
         """The token that stands at each row of logits, then its `nums[i]` best."""

@@ -2,12 +2,13 @@
 
 There is no prefill phase and no decode phase: each sequence has `num_computed` tokens in the cache and catches up with its
 known tokens. A step takes sequences one token behind first (decode), then longer catch-ups in chunks (prefill), then admits
-waiting ones, all within one token budget.
+waiting ones, all within one token budget. A decode entry may verify drafts of the tokens behind its own; all of a step verify equally many.
 
 Nothing irrevocable happens in `plan()`: tokens and computed lengths advance only in `apply()`. With `max_in_flight` 2 a step may be
-planned while the one before it runs, from optimistic lengths: every drawn token is taken to go on. Where it did not (end token, abort,
-preemption), the later result is void and dropped. Its pages may be given away at once, because a device runs steps in order: what
-the void step wrote is overwritten by whoever has the page then.
+planned while the one before it runs, from optimistic lengths: every drawn token is taken to go on, every draft to stand. Where a
+sequence did not go on (end token, abort, preemption), the later result is void and dropped; where a draft fell, lengths go back once that
+is known. Pages may be given away at once, because a device runs steps in order: what a void step wrote is overwritten by whoever has
+the page then.
 """
 
 from array import array
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 from deepserve.engine.pages import Pages
-from deepserve.engine.request import SamplingParams, Sequence, SequenceOutput
+from deepserve.engine.request import PositionLogprobs, SamplingParams, Sequence, SequenceOutput
+from deepserve.engine.stats import SchedulerStats
 from deepserve.engine.step import RowFill, StepPlan, StepResult
+from mtp.schedule import DraftSchedule
 
 
 @dataclass(frozen=True)
@@ -30,33 +33,33 @@ class SchedulerConfig:
     chunked_prefill: bool
     eos_token_ids: frozenset[int]
     max_in_flight: int = 1  # 2: asynchronous scheduling
+    # Most tokens of a step that only decodes which it may reach by verifying drafts; None: the whole budget.
+    max_verified_tokens: int | None = None
 
 
-@dataclass
-class SchedulerStats:
-    """Counters since start."""
+@dataclass(frozen=True)
+class _InFlight:
+    """A plan without a result."""
 
-    num_preemptions: int = 0
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_prefix_queried_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
+    plan: StepPlan
+    order: list[Sequence]  # by entry
+    stays: list[int]  # in which stay each was planned
+    num_drafts: list[int]  # of each decode entry: how many of the verified inputs are drafts that somebody made
 
 
 class Scheduler:
     """Sequences of one rank: waiting (oldest first; preempted ones in front) and running (by admission, oldest first)."""
 
-    def __init__(self, config: SchedulerConfig, pages: Pages):
-        self.config, self.pages = config, pages
-        self.stats = SchedulerStats()
+    def __init__(self, config: SchedulerConfig, pages: Pages, drafts: DraftSchedule | None = None):
+        """drafts: says how many tokens to draft; None: the model has no MTP module, or it is not used."""
+        self.config, self.pages, self.drafts = config, pages, drafts
+        self.stats = SchedulerStats(num_accepted_by_position=[0] * (drafts.max_drafts if drafts else 0))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._followers: dict[str, list[Sequence]] = {}  # sequences 1.. of a request, until sequence 0 has computed the prompt
         self._num_live: dict[str, int] = {}  # unfinished sequences of each request
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        # Plans without results, oldest first: their sequences by entry, and in which stay each was planned.
-        self._in_flight: deque[tuple[StepPlan, list[Sequence], list[int]]] = deque()
+        self._in_flight: deque[_InFlight] = deque()  # oldest first
         self._num_planned = 0
         self._resend_all = False
 
@@ -103,14 +106,22 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run. At most `max_in_flight` plans may wait for their results."""
         assert len(self._in_flight) < self.config.max_in_flight, "earlier plans were neither applied nor discarded"
-        scheduled: dict[Sequence, int] = {}  # tokens in this step
-        preempted = self._plan_running(scheduled)
-        admitted = [] if preempted else self._admit(scheduled)
+        num_drafts = self.drafts.choose(len(self.running) or 1) if self.drafts else 0
+        scheduled: dict[Sequence, int] = {}  # tokens in this step; decode entries first
+        num_preemptions = self.stats.num_preemptions
+        decoding, behind = self._split_running()
+        num_drafts = self._num_affordable(decoding, num_drafts)
+        self._plan_decode(decoding, num_drafts, scheduled)
+        num_decode = len(scheduled)
+        self._plan_chunks(behind, num_drafts, scheduled)
+        if self.stats.num_preemptions > num_preemptions:
+            num_decode = sum(sequence in scheduled for sequence in decoding)  # a victim may have been scheduled already
+            admitted = []
+        else:
+            admitted = self._admit(scheduled)
         if not scheduled:
             return None
-        plan, order = self._compose(scheduled, admitted)
-        self._in_flight.append((plan, order, [sequence.stay for sequence in order]))
-        return plan
+        return self._compose(scheduled, admitted, num_decode, num_drafts)
 
     def discard(self) -> None:
         """Drop the plans in flight, if any; the next plan tells the runner everything again."""
@@ -118,26 +129,47 @@ class Scheduler:
         for sequence in self.running:
             sequence.num_started = sequence.num_computed
             sequence.num_expected = len(sequence.tokens)
+            sequence.num_drafts = 0
         self._resend_all = True
 
-    def _plan_running(self, scheduled: dict[Sequence, int]) -> bool:
-        """Decode tokens, then chunks, of running sequences. Returns whether somebody had to be preempted for pages."""
-        budget = self.config.max_num_batched_tokens
-        page_size = self.pages.page_size
+    def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences that can go on: those one token behind, which decode, and those that catch up in chunks."""
+        decoding: list[Sequence] = []
         behind: list[Sequence] = []
-        num_preemptions = self.stats.num_preemptions
-        for sequence in list(self.running):
+        for sequence in self.running:
+            missing = sequence.num_expected - sequence.num_started
+            if missing > 1 or (missing and not sequence.params.max_tokens):
+                behind.append(sequence)
+            elif missing and (sequence.num_started < len(sequence.tokens) or not _may_end(sequence)):
+                decoding.append(sequence)
+        return decoding, behind
+
+    def _num_affordable(self, decoding: list[Sequence], num_drafts: int) -> int:
+        """At most `num_drafts`, so many that all can verify them within the token budget and nobody is preempted for them."""
+        if not num_drafts or not decoding:
+            return num_drafts
+        budget = min(self.config.max_num_batched_tokens, self.config.max_verified_tokens or self.config.max_num_batched_tokens)
+        num_drafts = min(num_drafts, max(0, budget // len(decoding) - 1))
+        missing = sum(max(0, self._num_pages_ahead(s, num_drafts) - len(s.pages)) for s in decoding)
+        return num_drafts if missing <= self.pages.num_available else 0
+
+    def _num_pages_ahead(self, sequence: Sequence, num_drafts: int) -> int:
+        """Pages for its next token and the drafts behind it, as far as it can get."""
+        return self.pages.num_for(min(sequence.num_started + 1 + num_drafts, sequence.most_tokens - 1))
+
+    def _plan_decode(self, decoding: list[Sequence], num_drafts: int, scheduled: dict[Sequence, int]) -> None:
+        budget, page_size, count = self.config.max_num_batched_tokens, self.pages.page_size, 1 + num_drafts
+        for sequence in decoding:
+            if budget < count:
+                break
             if sequence.row is None:
                 continue  # preempted for an older one just now
-            start = sequence.num_started
-            missing = sequence.num_expected - start
-            if missing > 1:
-                behind.append(sequence)
-            elif missing == 0 or budget == 0 or (start >= len(sequence.tokens) and _will_end(sequence)):
-                continue
-            elif start < len(sequence.pages) * page_size or self._grow(sequence, start + 1, scheduled):
-                scheduled[sequence] = 1
-                budget -= 1
+            roomy = sequence.num_started + count <= len(sequence.pages) * page_size
+            if roomy or self._grow(sequence, self._num_pages_ahead(sequence, num_drafts), scheduled):
+                scheduled[sequence] = count
+                budget -= count
+
+    def _plan_chunks(self, behind: list[Sequence], num_drafts: int, scheduled: dict[Sequence, int]) -> None:
         for sequence in behind:
             # A victim of _grow may have been scheduled already, so the budget is counted anew.
             budget = self.config.max_num_batched_tokens - sum(scheduled.values())
@@ -146,13 +178,12 @@ class Scheduler:
             if sequence.row is None:
                 continue
             count = min(sequence.num_expected - sequence.num_started, self.config.max_chunk_tokens, budget)
-            if self._grow(sequence, sequence.num_started + count, scheduled):
+            if self._grow(sequence, self.pages.num_for(sequence.num_started + count), scheduled):
                 scheduled[sequence] = count
-        return self.stats.num_preemptions > num_preemptions
 
-    def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[Sequence, int]) -> bool:
-        """Give a running sequence pages for `num_tokens`, preempting the newest others if need be. False: it was itself the newest."""
-        missing = self.pages.num_for(num_tokens) - len(sequence.pages)
+    def _grow(self, sequence: Sequence, num_pages: int, scheduled: dict[Sequence, int]) -> bool:
+        """Give a running sequence `num_pages`, preempting the newest others if need be. False: it was itself the newest."""
+        missing = num_pages - len(sequence.pages)
         while missing > self.pages.num_available:
             victim = self.running[-1]
             scheduled.pop(victim, None)
@@ -169,6 +200,7 @@ class Scheduler:
         self._vacate(sequence)
         sequence.num_computed = sequence.num_started = 0
         sequence.num_expected = len(sequence.tokens)  # what is in flight will be drawn again, and be the same
+        sequence.num_drafts = 0
         sequence.num_preemptions += 1
         if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs.clear()
@@ -216,76 +248,76 @@ class Scheduler:
             budget -= count
         return admitted
 
-    def _compose(self, scheduled: dict[Sequence, int], admitted: list[Sequence]) -> tuple[StepPlan, list[Sequence]]:
-        """Plan and its sequences in entry order: single tokens first."""
-        singles = [s for s, count in scheduled.items() if count == 1]
-        order = singles if len(singles) == len(scheduled) else singles + [s for s, count in scheduled.items() if count > 1]
+    def _compose(self, scheduled: dict[Sequence, int], admitted: list[Sequence], num_decode: int, num_drafts: int) -> StepPlan:
+        order = list(scheduled)
         fills = self.running if self._resend_all else admitted
         self._resend_all = False
         for sequence in fills:
             sequence.num_sent_pages = len(sequence.pages)
-        page_rows: list[int] = []
-        page_idxs: list[int] = []
-        page_ids: list[int] = []
-        for sequence in order:
-            num_pages = len(sequence.pages)
-            if num_pages > sequence.num_sent_pages:
-                new = range(sequence.num_sent_pages, num_pages)
-                page_rows += [sequence.row] * len(new)
-                page_idxs += new
-                page_ids += sequence.pages[new.start :]
-                sequence.num_sent_pages = num_pages
-        counts = [scheduled[s] for s in order]
+        page_rows, page_idxs, page_ids = _new_pages(order)
+        counts = list(scheduled.values())
         starts = [s.num_started for s in order]
-        draws = [i for i, s in enumerate(order) if starts[i] + counts[i] == s.num_expected and s.params.max_tokens]
+        draws = [i for i, s in enumerate(order) if i < num_decode or (starts[i] + counts[i] == s.num_expected and s.params.max_tokens)]
+        if self.drafts and len(order) > num_decode:
+            num_drafts = max(num_drafts, 1)  # the MTP module's latents of a prompt are there if drafts are wanted later
         plan = StepPlan(
             step=self._num_planned,
-            fills=[_fill(s) for s in fills],
+            fills=[RowFill.of(s) for s in fills],
             page_rows=page_rows,
             page_idxs=page_idxs,
             page_ids=page_ids,
             rows=[s.row for s in order],
             starts=starts,
             counts=counts,
-            num_single=len(singles),
+            num_decode=num_decode,
+            query_len=counts[0] if num_decode else 1,
+            num_drafts=num_drafts,
             draws=draws,
             prompt_logprobs=[i for i, s in enumerate(order) if s.wants_prompt_logprobs and starts[i] < s.num_prompt],
         )
         self._num_planned += 1
+        verified = [min(plan.query_len - 1, s.num_drafts) for s in order[:num_decode]]
+        self._in_flight.append(_InFlight(plan, order, [s.stay for s in order], verified))
         for sequence, count in zip(order, counts, strict=True):
             sequence.num_started += count
         for i in draws:
-            order[i].num_expected += 1
-        return plan, order
+            order[i].num_expected += counts[i] if i < num_decode else 1
+            order[i].num_drafts = num_drafts
+        return plan
 
     # Results
 
     def apply(self, result: StepResult) -> list[SequenceOutput]:
         """Advance by the oldest plan in flight. Returns news for clients; finished sequences have left and freed their pages."""
-        assert self._in_flight and self._in_flight[0][0].step == result.step, "a result without its plan"
-        plan, order, stays = self._in_flight.popleft()
+        assert self._in_flight and self._in_flight[0].plan.step == result.step, "a result without its plan"
+        step = self._in_flight.popleft()
+        plan = step.plan
         self.stats.num_steps += 1
         outputs: list[SequenceOutput] = []
-        page_size = self.pages.page_size
         drawn = dict(zip(plan.draws, result.tokens, strict=True))
         done: list[Sequence] = []
-        for i, sequence in enumerate(order):
-            if sequence.stay != stays[i]:
+        for i, sequence in enumerate(step.order):
+            if sequence.stay != step.stays[i]:
                 continue  # it ended, was aborted or was preempted while this step ran
-            start = plan.starts[i]
-            sequence.num_computed = end = start + plan.counts[i]
-            if end // page_size > start // page_size:
-                self._publish(sequence)
+            tokens = drawn.get(i)
+            if i < plan.num_decode:
+                self._settle_drafts(sequence, step.num_drafts[i], plan.query_len, len(tokens))
+                end = sequence.num_computed + len(tokens)
+            else:
+                end = plan.starts[i] + plan.counts[i]
             if i in result.prompt_logprobs:
                 self._add_prompt_logprobs(sequence, result.prompt_logprobs[i])
-            if i in drawn:
-                output = self._append(sequence, drawn[i], result.logprobs.get(i))
+            first = not sequence.num_generated
+            output = None
+            if tokens is not None:
+                output = self._append(sequence, tokens, result.logprobs.get(i))
             elif end == sequence.num_prompt and not sequence.params.max_tokens:
                 output = self._scored(sequence)
-            else:
+            self._advance(sequence, end)
+            if output is None:
                 continue
             outputs.append(output)
-            if sequence.num_generated <= 1:
+            if first:
                 outputs += self._release_followers(sequence)
             if output.finish_reason is not None:
                 done.append(sequence)
@@ -293,26 +325,50 @@ class Scheduler:
             self._finish(done)
         return outputs
 
-    def _append(self, sequence: Sequence, token: int, logprobs) -> SequenceOutput:
-        """The one place through which a drawn token enters a sequence."""
-        sequence.tokens.append(token)
-        self.stats.num_generated_tokens += 1
+    def _settle_drafts(self, sequence: Sequence, num_drafts: int, query_len: int, num_tokens: int) -> None:
+        """A decode entry came to `num_tokens`, of `query_len` that were taken for granted; `num_drafts` of its inputs were drafts."""
+        sequence.num_started -= query_len - num_tokens
+        sequence.num_expected -= query_len - num_tokens
+        # What lies behind the last token that it may have is no draft's fault.
+        num_drafts = min(num_drafts, sequence.most_tokens - len(sequence.tokens) - 1)
+        if num_drafts <= 0:
+            return
+        num_accepted = min(num_drafts, num_tokens - 1)
+        self.drafts.observe_drafts(num_drafts, num_accepted)
+        self.stats.count_drafts(num_drafts, num_accepted)
+
+    def _append(self, sequence: Sequence, tokens: list[int], logprobs: list[PositionLogprobs] | None) -> SequenceOutput:
+        """The one place through which drawn tokens enter a sequence. What stands behind its end is dropped."""
+        first = not sequence.num_generated
         reason = stop_token = None
-        if token in sequence.end_token_ids and sequence.num_generated > sequence.params.min_tokens:
-            reason, stop_token = "stop", token
-        elif sequence.num_generated >= sequence.params.max_tokens:
-            reason = "length"
-        first = sequence.num_generated == 1
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            sequence.tokens.append(token)
+            if token in sequence.end_token_ids and sequence.num_generated > sequence.params.min_tokens:
+                reason, stop_token = "stop", token
+            elif sequence.num_generated >= sequence.params.max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        self.stats.num_generated_tokens += len(kept)
         return SequenceOutput(
             request_id=sequence.request_id,
             index=sequence.index,
-            token_ids=[token],
+            token_ids=kept,
             finish_reason=reason,
             stop_token_id=stop_token,
-            logprobs=None if logprobs is None else [logprobs],
+            logprobs=None if logprobs is None else logprobs[: len(kept)],
             prompt_logprobs=sequence.prompt_logprobs if first and sequence.prompt_logprobs else None,
             num_cached_tokens=sequence.num_cached if first else 0,
         )
+
+    def _advance(self, sequence: Sequence, end: int) -> None:
+        """Tokens before `end` are computed, as far as they are the sequence's. Full pages go to the prefix cache."""
+        page_size, start = self.pages.page_size, sequence.num_computed
+        sequence.num_computed = min(end, len(sequence.tokens))
+        if sequence.num_computed // page_size > start // page_size:
+            self._publish(sequence)
 
     def _scored(self, sequence: Sequence) -> SequenceOutput:
         """A request for no tokens is done when its prompt is computed."""
@@ -362,19 +418,22 @@ class Scheduler:
         assert live == self._num_live, "requests and their sequences differ"
 
 
-def _will_end(sequence: Sequence) -> bool:
-    """Whether a token in flight is the last one that the sequence may have."""
-    return sequence.num_expected - sequence.num_prompt >= sequence.params.max_tokens
+def _may_end(sequence: Sequence) -> bool:
+    """Whether a token in flight may be the last one that the sequence may have."""
+    return sequence.num_expected >= sequence.most_tokens
 
 
-def _fill(sequence: Sequence) -> RowFill:
-    assert sequence.row is not None
-    return RowFill(
-        row=sequence.row,
-        sequence_idx=sequence.index,
-        num_prompt=sequence.num_prompt,
-        tokens=sequence.tokens.tobytes(),
-        pages=list(sequence.pages),
-        params=sequence.params,
-        end_token_ids=tuple(sorted(sequence.end_token_ids)),
-    )
+def _new_pages(sequences: list[Sequence]) -> tuple[list[int], list[int], list[int]]:
+    """Rows, places and ids of the pages that the runner has not been told of."""
+    rows: list[int] = []
+    idxs: list[int] = []
+    ids: list[int] = []
+    for sequence in sequences:
+        num_pages = len(sequence.pages)
+        if num_pages > sequence.num_sent_pages:
+            new = range(sequence.num_sent_pages, num_pages)
+            rows += [sequence.row] * len(new)
+            idxs += new
+            ids += sequence.pages[new.start :]
+            sequence.num_sent_pages = num_pages
+    return rows, idxs, ids

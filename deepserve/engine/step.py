@@ -7,7 +7,7 @@ written to the same slots again.
 
 import msgspec
 
-from deepserve.engine.request import PositionLogprobs, SamplingParams
+from deepserve.engine.request import PositionLogprobs, SamplingParams, Sequence
 
 
 class RowFill(msgspec.Struct, array_like=True, frozen=True):
@@ -21,11 +21,27 @@ class RowFill(msgspec.Struct, array_like=True, frozen=True):
     params: SamplingParams
     end_token_ids: tuple[int, ...]  # kept from being drawn before min_tokens
 
+    @classmethod
+    def of(cls, sequence: Sequence) -> "RowFill":
+        """A running sequence, with all of its tokens and pages."""
+        assert sequence.row is not None
+        return cls(
+            row=sequence.row,
+            sequence_idx=sequence.index,
+            num_prompt=sequence.num_prompt,
+            tokens=sequence.tokens.tobytes(),
+            pages=list(sequence.pages),
+            params=sequence.params,
+            end_token_ids=tuple(sorted(sequence.end_token_ids)),
+        )
+
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """One forward pass. Entry i computes tokens `starts[i] .. starts[i] + counts[i]` of the sequence in `rows[i]`.
 
-    Entries with one token come first: `num_single` of them run as decode, the rest as prefill chunks.
+    The first `num_decode` entries decode: each computes its latest token and the `query_len - 1` drafts behind it, and draws behind every
+    one of these. Only the device knows for sure where they start, since earlier steps in flight may accept fewer drafts than they verify;
+    their `starts` are the most that can be. The rest are prefill chunks.
     """
 
     step: int
@@ -37,8 +53,10 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     rows: list[int]
     starts: list[int]
     counts: list[int]
-    num_single: int
-    draws: list[int]  # entries that end at their sequence's last known token and draw the next one
+    num_decode: int
+    query_len: int
+    num_drafts: int  # to make behind each draw, for the next step; 0: the MTP module does not run
+    draws: list[int]  # entries that end at their sequence's last known token and draw: all decode entries, and last chunks of prompts
     prompt_logprobs: list[int]  # entries whose prompt positions want log-probabilities
 
     @property
@@ -50,7 +68,7 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     """What a plan produced."""
 
     step: int
-    tokens: list[int]  # one for each of `plan.draws`
-    logprobs: dict[int, PositionLogprobs]  # by entry, where asked for
+    tokens: list[list[int]]  # for each of `plan.draws`: one, and one more for each accepted draft
+    logprobs: dict[int, list[PositionLogprobs]]  # by entry, where asked for: one for each of its tokens
     # By entry: positions `start + 1 .. start + count`, as far as they are prompt.
     prompt_logprobs: dict[int, list[PositionLogprobs]]

@@ -88,7 +88,8 @@ class ModelConfig:
         )
 
     def is_moe_layer(self, layer_idx: int) -> bool:
-        return layer_idx in self.moe_layers
+        """MTP modules are mixture-of-experts layers wherever the model has such."""
+        return layer_idx in self.moe_layers or (self.moe is not None and self.mtp.owns(layer_idx))
 
     @property
     def head_name(self) -> str:

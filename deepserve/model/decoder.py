@@ -16,6 +16,7 @@ from mla.metadata import AttnMetadata
 from mla.rope import rope_table
 from moe.layer import MoELayer
 from moe.mlp import MLP
+from mtp.head import DraftHead
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,12 @@ class Decoder:
 
     def __init__(
         self, config: ModelConfig, backend: Backend, dtype: torch.dtype, *, parallel: ParallelConfig, rank: int, max_model_len: int,
-        num_redundant_experts: int, keep_fp8: bool = False, device: torch.device | None = None,
+        num_redundant_experts: int, with_mtp: bool = False, keep_fp8: bool = False, device: torch.device | None = None,
     ):  # fmt: skip
         """Allocates storage and fills none of it.
 
-        keep_fp8: matrices that the checkpoint holds in block-FP8 stay so. device: where, if not the backend's own; "meta" for sizes only.
+        with_mtp: the first MTP module too. keep_fp8: matrices that the checkpoint holds in block-FP8 stay so. device: where, if not the
+        backend's own; "meta" for sizes only.
         """
         device = device or backend.runtime.device
         rope = rope_table(config.mla, max_model_len, device)
@@ -118,6 +120,13 @@ class Decoder:
         self.embedding = storage.dense(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(build, i) for i in range(config.num_layers)]
         self.norm = storage.dense(config.hidden_size)
+        self.draft_head: DraftHead | None = None
+        if with_mtp:
+            idx, eps = config.mtp.first_layer_idx, config.rms_norm_eps
+            block = DecoderLayer(build, idx)
+            self.draft_head = DraftHead(
+                block, backend.ops, prefix=f"model.layers.{idx}", storage=storage, hidden_size=config.hidden_size, eps=eps
+            )
         # The head is split over the TP ranks by vocabulary.
         self._vocab_lens = even_slices(config.vocab_size, parallel.tp)
         first = sum(self._vocab_lens[: self.tp.rank])
@@ -136,16 +145,18 @@ class Decoder:
         ]
         if not self.config.tie_word_embeddings:
             found.append(Weight(name="lm_head.weight", shape=shape, target=self.head, index=(self._vocab,)))
-        return found + [weight for layer in self.layers for weight in layer.weights()]
+        parts = self.layers if self.draft_head is None else [*self.layers, self.draft_head]
+        return found + [weight for part in parts for weight in part.weights()]
 
     def placements(self) -> list[Placement | None]:
         """Expert placement of each layer, None for dense ones."""
         return [None if layer.moe is None else layer.moe.placement for layer in self.layers]
 
     def cache_spec(self) -> CacheSpec:
-        """One latent entry per layer, in the model dtype."""
+        """One latent entry per layer, in the model dtype; the MTP module's comes last."""
         name = str(self.dtype).removeprefix("torch.")
-        return CacheSpec(tuple(latent_cache(self.config.mla, name) for _ in self.layers))
+        num_layers = len(self.layers) + (self.draft_head is not None)
+        return CacheSpec((latent_cache(self.config.mla, name),) * num_layers)
 
     def forward(self, token_ids: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], step: ExpertStep) -> torch.Tensor:
         """token_ids `[num_tokens]` int64 -> hidden `[num_tokens, hidden]` after the final norm. Writes this step's latents to `caches`."""
@@ -153,15 +164,40 @@ class Decoder:
         lens = even_slices(token_ids.shape[0], self.tp.size)
         first = sum(lens[: self.tp.rank])
         x, residual = self.embedding[token_ids[first : first + lens[self.tp.rank]]], None
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.layers, caches[: len(self.layers)], strict=True):
             x, residual = layer.forward(x, residual, meta, cache, step, lens)
         normed, _ = self.ops.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
         return self.tp.all_gather_rows(normed.rows(quantized=False), lens)
 
+    def draft(
+        self, next_ids: torch.Tensor, hidden: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], step: ExpertStep
+    ) -> torch.Tensor:
+        """One pass of the MTP module at the positions of `meta`: `[num_tokens, hidden]` whose `logits` are for two positions on.
+
+        next_ids `[num_tokens]` int64: the token behind each position; hidden `[num_tokens, hidden]`: what `forward`, or this pass one
+        position before, gave there.
+        """
+        assert self.draft_head is not None
+        meta = meta.planned(self.ops.decode_plan())
+        lens = even_slices(next_ids.shape[0], self.tp.size)
+        first = sum(lens[: self.tp.rank])
+        mine = slice(first, first + lens[self.tp.rank])
+        x = self.draft_head.forward(self.embedding[next_ids[mine]], hidden[mine], meta, caches[-1], step, lens)
+        return self.tp.all_gather_rows(x, lens)
+
     def idle(self, step: ExpertStep) -> None:
         """A step without tokens of ours: this rank's experts serve the others' tokens."""
+        self._serve(self.layers, step)
+
+    def idle_drafts(self, step: ExpertStep, num_passes: int) -> None:
+        """The same for passes of the MTP module."""
+        if num_passes:
+            assert self.draft_head is not None
+            self._serve([self.draft_head.block] * num_passes, step)
+
+    def _serve(self, layers: list[DecoderLayer], step: ExpertStep) -> None:
         nothing = self.embedding[:0]
-        for layer in self.layers:
+        for layer in layers:
             if layer.moe is not None:
                 forms, _ = self.ops.add_rms_norm(nothing, nothing, layer.post_norm, layer.eps, True, layer.moe.takes_quant)
                 layer.moe.forward(forms, step)

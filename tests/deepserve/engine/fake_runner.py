@@ -1,4 +1,4 @@
-"""A fake of `deepserve.engine.runner.Runner` for scheduler tests: no model, deterministic tokens, and a strict reader of plans.
+"""A fake of `deepserve.engine.runner.Runner` for scheduler tests: no model, deterministic tokens and drafts, a strict reader of plans.
 
 It keeps its own row table from fills and page deltas, and a fake cache in which each slot remembers which exact prefix its
 latent stands for. Before a token is computed, every token in front of it must be found in the slots that the row's pages name: a page
@@ -53,6 +53,9 @@ class Row:
         tokens = np.frombuffer(fill.tokens, np.int32).tolist()
         return cls(tokens, list(fill.pages), fill.num_prompt, fill.params, fill.sequence_idx, frozenset(fill.end_token_ids))
 
+    def slot(self, position: int, page_size: int) -> int:
+        return self.pages[position // page_size] * page_size + position % page_size
+
 
 @dataclass
 class FakeRunner:
@@ -65,19 +68,45 @@ class FakeRunner:
     rows: dict[int, Row] = field(default_factory=dict)
     cache: dict[int, int] = field(default_factory=dict)  # slot -> hash of the prefix that ends there
     plans: list[StepPlan] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)  # of each decode entry that verified drafts
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         self._update(plan)
         self._check_shape(plan)
-        for row_id, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
-            self._compute(self.rows[row_id], start, count)
         draws = [i for i, row_id in enumerate(plan.rows) if self._reaches_end(plan, i) and self.rows[row_id].params.max_tokens]
         assert plan.draws == draws, "entries that reach their last token draw, all others do not"
-        tokens = [self._draw(self.rows[plan.rows[i]], plan.starts[i] + plan.counts[i]) for i in plan.draws]
-        wanted = {i: self.rows[plan.rows[i]].params.logprobs is not None for i in plan.draws}
-        logprobs = {i: PositionLogprobs([token], [-float(token)], 1) for i, token in zip(plan.draws, tokens, strict=True) if wanted[i]}
+        tokens: list[list[int]] = []
+        for i, (row_id, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
+            row = self.rows[row_id]
+            if i < plan.num_decode:
+                tokens.append(self._verify(row, start, count))
+                continue
+            self._compute(row, start, count)
+            if i in draws:
+                tokens.append([self._draw(row)])
+        wanted = [i for i in plan.draws if self.rows[plan.rows[i]].params.logprobs is not None]
+        of_entry = dict(zip(plan.draws, tokens, strict=True))
+        logprobs = {i: [PositionLogprobs([token], [-float(token)], 1) for token in of_entry[i]] for i in wanted}
         return StepResult(plan.step, tokens, logprobs, {i: self._prompt_logprobs(plan, i) for i in plan.prompt_logprobs})
+
+    def _verify(self, row: Row, most: int, count: int) -> list[int]:
+        """The latest token and `count - 1` drafts, some of which stand. Those behind the last right one leave their mark in the cache."""
+        start = len(row.tokens) - 1
+        assert most - 2 * (count - 1) <= start <= most, "the plan takes the row to be elsewhere"
+        num_right = hash(tuple(row.tokens)) % count
+        tokens: list[int] = []
+        for position in range(start, start + num_right + 1):
+            if position >= row.num_prompt + row.params.max_tokens - 1:
+                tokens.append(0)  # behind the end: a token for nobody
+                continue
+            self._compute(row, position, 1)
+            tokens.append(self._draw(row))
+        for position in range(start + num_right + 1, min(start + count, row.num_prompt + row.params.max_tokens - 1)):
+            self.cache[row.slot(position, self.page_size)] = -1
+        if count > 1:
+            self.num_accepted.append(num_right)
+        return tokens
 
     def _update(self, plan: StepPlan) -> None:
         assert len({fill.row for fill in plan.fills}) == len(plan.fills), "a row is filled twice"
@@ -92,15 +121,15 @@ class FakeRunner:
 
     def _check_shape(self, plan: StepPlan) -> None:
         assert plan.rows and len(set(plan.rows)) == len(plan.rows), "a row computes twice in one step"
-        assert all(count == 1 for count in plan.counts[: plan.num_single]), plan
-        assert all(1 < count <= self.config.max_chunk_tokens for count in plan.counts[plan.num_single :]), plan
+        assert all(count == plan.query_len for count in plan.counts[: plan.num_decode]), plan
+        assert all(1 <= count <= self.config.max_chunk_tokens for count in plan.counts[plan.num_decode :]), plan
         assert plan.num_tokens <= self.config.max_num_batched_tokens, "the token budget is exceeded"
         assert len(plan.rows) <= self.config.max_num_seqs
         # A page that two rows write in one step would be a page with two owners.
         written = [
-            self.rows[row_id].pages[page_idx]
+            page
             for row_id, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)
-            for page_idx in range(start // self.page_size, (start + count - 1) // self.page_size + 1)
+            for page in self.rows[row_id].pages[start // self.page_size : (start + count - 1) // self.page_size + 1]
         ]
         assert len(set(written)) == len(written), "two rows write one page"
 
@@ -111,16 +140,16 @@ class FakeRunner:
         prefix = 0
         for position, token in enumerate(row.tokens[: start + count]):
             prefix = hash((prefix, token))
-            slot = row.pages[position // self.page_size] * self.page_size + position % self.page_size
+            slot = row.slot(position, self.page_size)
             if position >= start:
                 self.cache[slot] = prefix
             assert self.cache.get(slot) == prefix, f"position {position} of {row.tokens} is not what slot {slot} holds"
 
     def _reaches_end(self, plan: StepPlan, i: int) -> bool:
-        return plan.starts[i] + plan.counts[i] == len(self.rows[plan.rows[i]].tokens)
+        return i < plan.num_decode or plan.starts[i] + plan.counts[i] == len(self.rows[plan.rows[i]].tokens)
 
-    def _draw(self, row: Row, position: int) -> int:
-        assert position < row.num_prompt + row.params.max_tokens, "a token beyond max_tokens"
+    def _draw(self, row: Row) -> int:
+        assert len(row.tokens) < row.num_prompt + row.params.max_tokens, "a token beyond max_tokens"
         token = draw(self.next_token, row.tokens, row.num_prompt, row.params, row.sequence_idx, row.ends)
         row.tokens.append(token)
         return token

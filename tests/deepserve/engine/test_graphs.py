@@ -27,8 +27,8 @@ def driver(tmp_path):
 def spy(driver: Driver) -> list[int]:
     """Sizes of the graphs that are replayed."""
     graphs, replayed = driver.engine.runner.graphs, []
-    for size, replay in graphs._replays.items():
-        graphs._replays[size] = lambda size=size, replay=replay: (replayed.append(size), replay())[1]
+    for key, replay in graphs._targets.items():
+        graphs._targets[key] = lambda size=key[0], replay=replay: (replayed.append(size), replay())[1]
     return replayed
 
 
@@ -130,16 +130,6 @@ def test_a_row_that_needs_more_takes_its_step_behind_the_graph(driver):
     driver.submit("biased", Request([4] * 4, {"max_tokens": 3, "ignore_eos": True, "logit_bias": {7: 3.0}}))
     driver.finish()
     assert outside == [2, 2, 2] and replayed == [2, 2, 1, 1, 1]
-
-
-def test_the_next_step_begins_with_the_draw_of_the_last_wherever_it_was_made(tmp_path):
-    """The graph of step n + 1 is launched before the host knows what step n drew, inside a graph or behind it."""
-    engine = make_engine(model=minimal_folder(tmp_path), graphs=True, async_scheduling=True, **ARGS)
-    told = Layout(1).device(engine.runner.graphs._packed)["token_ids"]
-    for settings in (PLAIN[1], BEHIND[0]):
-        told.zero_()
-        run_together(engine, [Request([5] * 3, {**settings, "seed": 0, "max_tokens": 6, "ignore_eos": True})])
-        assert told.tolist() == [-1], "the host did not know it"
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])

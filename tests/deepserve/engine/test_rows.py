@@ -27,7 +27,9 @@ def plan(*fills: RowFill, pages: dict[tuple[int, int], int] | None = None) -> St
         rows=[],
         starts=[],
         counts=[],
-        num_single=0,
+        num_decode=0,
+        query_len=1,
+        num_drafts=0,
         draws=[],
         prompt_logprobs=[],
     )
@@ -38,27 +40,19 @@ def test_a_fill_sets_its_row_and_no_other():
     filled = rows.update(plan(fill(1, pages=[7, 5], sequence_idx=2, ends=[1, 8], temperature=0.5, top_k=3, top_p=0.25, min_p=0.5, seed=-4)))
     assert filled == [1]
     assert rows.page_table.tolist() == [[-1] * 4, [7, 5, -1, -1], [-1] * 4]
-    # Prompt, then room for max_tokens more.
-    assert rows.tokens[1].tolist() == [1, 2, 3, 0, 0, 0, 0] and rows.tokens[1].dtype == np.int32
+    assert rows.tokens[1].tolist() == [1, 2, 3] and rows.tokens[1].dtype == np.int32
+    assert rows.num_pages.tolist() == [0, 2, 0]
     assert (rows.num_prompt[1], rows.sequence_idx[1], rows.seed[1]) == (3, 2, -4)
     assert (rows.temperature[1], rows.top_k[1], rows.top_p[1], rows.min_p[1]) == (0.5, 3, 0.25, 0.5)
     assert rows.end_token_ids[1] == (1, 8)
     assert rows.tokens[0].size == rows.tokens[2].size == 0 and rows.params[0] is None
 
 
-def test_generated_tokens_take_the_room_behind_the_prompt():
-    rows = Rows(1, 4)
-    rows.update(plan(fill(0, tokens=[1, 2, 3, 8, 9])))
-    assert rows.tokens[0].tolist() == [1, 2, 3, 8, 9, 0, 0]
-    rows.tokens[0][5] = 4  # a drawn token is written in place
-    assert rows.tokens[0].tolist() == [1, 2, 3, 8, 9, 4, 0]
-
-
 def test_pages_are_added_where_the_plan_says():
     rows = Rows(2, 4)
     rows.update(plan(fill(0, pages=[3]), fill(1, pages=[4, 6])))
     assert rows.update(plan(pages={(0, 1): 9, (1, 2): 8, (1, 3): 2})) == []
-    assert rows.page_table.tolist() == [[3, 9, -1, -1], [4, 6, 8, 2]]
+    assert rows.page_table.tolist() == [[3, 9, -1, -1], [4, 6, 8, 2]] and rows.num_pages.tolist() == [2, 4]
 
 
 def test_fills_come_before_pages_of_one_plan():
@@ -75,7 +69,7 @@ def test_a_new_tenant_finds_nothing_of_the_old_one():
     rows.update(plan(fill(0, pages=[4], tokens=[6], num_prompt=1)))
     assert rows.penalized == rows.biased == rows.min_length == rows.with_logprobs == set()
     assert rows.page_table.tolist() == [[4, -1, -1, -1]]
-    assert rows.tokens[0].tolist() == [6, 0, 0, 0, 0]
+    assert rows.tokens[0].tolist() == [6] and rows.num_pages[0] == 1
     assert (rows.top_k[0], rows.top_p[0], rows.min_p[0], rows.temperature[0]) == (0, 1.0, 0.0, 1.0)
     assert rows.end_token_ids[0] == ()
 

@@ -38,8 +38,9 @@ def fill(sampler: Sampler, row: int, *, prompt=PROMPT, generated=(), ends=(), se
 
 
 def draw(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]):
-    """Tokens, and log-probabilities by index into `rows`, as the host gets them. What was drawn last stands right before."""
-    tokens, wanted = sampler.draw(logits, rows, positions, sampler.drawn[rows])
+    """One token a row, and log-probabilities by index into `rows`, as the host gets them. Nothing is counted as generated."""
+    told = torch.tensor(positions, dtype=torch.int64)
+    tokens, wanted = sampler.draw(logits, [(row, 1) for row in rows], told, torch.zeros_like(told))
     return tokens.tolist(), {} if wanted is None else wanted.unpack(wanted.tensors)
 
 
@@ -78,8 +79,8 @@ def test_penalties(name):
     fill(sampler, 1, generated=GENERATED, **params)
     fill(sampler, 2, generated=GENERATED)
     logits = torch.randn(2, VOCAB_SIZE) * 3
-    # Forwards token by token, by a leap, and backwards as after a discarded step.
-    for num_generated in (0, 1, 2, 5, 6, 3, 0, 6):
+    for num_generated in (0, 1, 2, 5, 6):
+        fill(sampler, 1, generated=GENERATED[:num_generated], **params)
         position = len(PROMPT) + num_generated
         found = processed(sampler, logits, [2, 1], [position, position])
         np.testing.assert_array_equal(found[0], logits[0].numpy())
@@ -87,30 +88,43 @@ def test_penalties(name):
         np.testing.assert_allclose(found[1], wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_token_drawn_again_is_counted_once():
+def test_drafts_count_before_the_draws_behind_them():
+    """Three draws of a run: behind the latest token, behind one draft, behind two, one of them a token seen before."""
+    sampler = make_sampler()
+    fill(sampler, 0, generated=GENERATED)
+    fill(sampler, 1, generated=GENERATED[:2], presence_penalty=0.5, frequency_penalty=1.0, repetition_penalty=1.2)
+    logits = torch.randn(4, VOCAB_SIZE)
+    inputs = torch.tensor([0, GENERATED[1], 40, GENERATED[0]])
+    sampler.draw(logits.clone(), [(0, 1), (1, 3)], torch.tensor([10, 6, 7, 8]), inputs)
+    found = sampler.ops.drawn_from.numpy()
+    np.testing.assert_array_equal(found[0], logits[0].numpy())
+    for j in range(3):
+        wanted = penalized(logits[1 + j].numpy(), PROMPT, [*GENERATED[:2], 40, GENERATED[0]][: 2 + j], 0.5, 1.0, 1.2)
+        np.testing.assert_allclose(found[1 + j], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2])
+def test_draws_are_counted_as_far_as_drafts_stood(num_accepted):
     sampler = make_sampler()
     fill(sampler, 0, generated=GENERATED[:2], frequency_penalty=1.0)
     logits = torch.randn(1, VOCAB_SIZE)
-    rows, end = sampler.rows, len(PROMPT) + 2
-    processed(sampler, logits, [0], [end])
-    rows.learn(0, rows.num_fills[0], end, 40)  # what the step drew
-    processed(sampler, logits, [0], [end + 1])
-    processed(sampler, logits, [0], [end])  # both steps are discarded, the first runs again
-    rows.learn(0, rows.num_fills[0], end, 41)  # and draws something else
-    found = processed(sampler, logits, [0], [end + 1])
-    wanted = penalized(logits[0].numpy(), PROMPT, [*GENERATED[:2], 41], frequency=1.0)
+    processed(sampler, logits, [0], [6])
+    sampler.count([(0, 3)], torch.tensor([40, 41, 40]), torch.tensor([num_accepted]))
+    found = processed(sampler, logits, [0], [7 + num_accepted])
+    wanted = penalized(logits[0].numpy(), PROMPT, [*GENERATED[:2], *[40, 41, 40][: num_accepted + 1]], frequency=1.0)
     np.testing.assert_allclose(found[0], wanted, rtol=1e-6)
 
 
-def test_a_token_that_only_the_device_has_seen_counts():
-    """As when the next step is launched before this one's result is fetched."""
+def test_a_token_drawn_again_is_counted_once():
+    """Both steps are discarded: the row is filled anew, and what was counted since is forgotten."""
     sampler = make_sampler()
-    fill(sampler, 0, generated=GENERATED[:2], frequency_penalty=1.0, presence_penalty=0.5)
-    logits, end = torch.randn(1, VOCAB_SIZE), len(PROMPT) + 2
-    for _ in range(2):  # asking twice counts it once
-        (token,), _ = draw(sampler, logits.clone(), [0], [end])
-        found = processed(sampler, logits, [0], [end + 1])
-        wanted = penalized(logits[0].numpy(), PROMPT, [*GENERATED[:2], token], frequency=1.0, presence=0.5)
+    logits = torch.randn(1, VOCAB_SIZE)
+    for token in (40, 41):
+        fill(sampler, 0, generated=GENERATED[:2], frequency_penalty=1.0)
+        processed(sampler, logits, [0], [len(PROMPT) + 2])
+        sampler.count([(0, 1)], torch.tensor([token]), torch.empty(0, dtype=torch.int64))
+        found = processed(sampler, logits, [0], [len(PROMPT) + 3])
+        wanted = penalized(logits[0].numpy(), PROMPT, [*GENERATED[:2], token], frequency=1.0)
         np.testing.assert_allclose(found[0], wanted, rtol=1e-6)
 
 

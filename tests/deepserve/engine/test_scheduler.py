@@ -34,7 +34,7 @@ def test_decode_comes_before_prefill():
     world.submit("late", prompt_of(20, 40))
     plan = world.step()
     assert world.counts(plan) == {"long": 1, "short": 1, "late": 6}
-    assert plan.num_single == 2 and plan.counts == [1, 1, 6]
+    assert plan.num_decode == 2 and plan.counts == [1, 1, 6]
     world.finish()
 
 
@@ -43,7 +43,7 @@ def test_a_last_prompt_token_runs_as_decode():
     world.submit("a", prompt_of(9))
     world.step()
     plan = world.step()
-    assert (plan.starts, plan.counts, plan.num_single, plan.draws) == ([8], [1], 1, [0])
+    assert (plan.starts, plan.counts, plan.num_decode, plan.draws) == ([8], [1], 1, [0])
     world.finish()
 
 
@@ -112,10 +112,10 @@ def test_plans_and_results_alternate():
     with pytest.raises(AssertionError, match="neither applied nor discarded"):
         world.scheduler.plan()
     with pytest.raises(AssertionError, match="without its plan"):
-        world.scheduler.apply(StepResult(plan.step + 1, [5], {}, {}))
+        world.scheduler.apply(StepResult(plan.step + 1, [[5]], {}, {}))
     world.scheduler.discard()
     with pytest.raises(AssertionError, match="without its plan"):
-        world.scheduler.apply(StepResult(plan.step, [5], {}, {}))
+        world.scheduler.apply(StepResult(plan.step, [[5]], {}, {}))
     world.finish()
 
 

@@ -6,6 +6,7 @@ from deepserve.engine.pages import Pages
 from deepserve.engine.request import Limits, PositionLogprobs, SamplingParams, SequenceOutput, validate
 from deepserve.engine.scheduler import Scheduler, SchedulerConfig
 from deepserve.engine.step import StepPlan, StepResult
+from mtp.schedule import DraftSchedule
 from tests.deepserve.engine.fake_runner import EOS, VOCAB_SIZE, FakeRunner, NextToken, draw, prompt_logprob, pseudo_random_token
 
 
@@ -46,8 +47,12 @@ class World:
         max_chunk_tokens: int | None = None,
         chunked_prefill: bool = True,
         asynchronous: bool = False,
+        num_drafts: int = 0,
     ):
-        """asynchronous: each step is planned, and run by the fake, before the result of the one before it is applied."""
+        """num_drafts: that each step makes and verifies.
+
+        asynchronous: each step is planned, and run by the fake, before the result of the one before it is applied.
+        """
         self.asynchronous = asynchronous
         self.launched: StepResult | None = None
         self.config = SchedulerConfig(
@@ -59,7 +64,8 @@ class World:
             max_in_flight=2 if asynchronous else 1,
         )
         self.pages = Pages(num_pages, page_size, prefix_caching=prefix_caching)
-        self.scheduler = Scheduler(self.config, self.pages)
+        drafts = DraftSchedule(num_drafts, adaptive=False) if num_drafts else None
+        self.scheduler = Scheduler(self.config, self.pages, drafts)
         self.runner = FakeRunner(self.config, num_pages, page_size, next_token)
         self.limits = Limits(vocab_size=VOCAB_SIZE, max_model_len=num_pages * page_size, max_seq_tokens=num_pages * page_size)
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}

@@ -1,0 +1,99 @@
+"""How many tokens to draft: a guess of tokens per second for each number, from what steps cost and what was accepted. No torch, no clock.
+
+A step with k drafts yields 1 + p1 + p1 p2 + ... + p1..pk tokens of each sequence, where pj is how often draft j stood when those before it
+did. What it costs is measured: by k and by how many sequences ran, in powers of two, since drafts are nearly free for few sequences and as
+dear as any token for many. The best k may be 0. Now and then another k gets a turn, lest its figures grow old.
+"""
+
+from dataclasses import dataclass, field
+
+MIN_SAMPLES = 3  # measured steps before a cost counts
+PROBE_EVERY = 64  # steps between turns of another k
+PROBE_STEPS = 2  # of one turn: drafts of the first are verified in the second
+COST_WEIGHT = 0.1  # of a new measurement
+MAX_OUTLIER = 1.5  # times the known cost: a step that was held up tells little
+MEMORY = 1024  # drafts after which old acceptance counts for half
+# Before anything is known a draft is taken to stand more often than not, or nobody would try.
+PRIOR_ACCEPTED, PRIOR_DRAFTED = 3.0, 4.0
+
+
+@dataclass
+class _Load:
+    """Steps of about so many sequences."""
+
+    costs: list[float]  # seconds by number of drafts; meaningless without samples
+    num_samples: list[int]
+    num_turns: int = 0
+    probed: int = 0
+
+
+@dataclass
+class DraftSchedule:
+    """Choices of one engine. `max_drafts` is the answer unless `adaptive`."""
+
+    max_drafts: int
+    adaptive: bool = True
+    _accepted: list[float] = field(init=False)  # by position
+    _drafted: list[float] = field(init=False)  # by position, where all drafts before it stood
+    _loads: dict[int, _Load] = field(init=False, default_factory=dict)
+
+    def __post_init__(self):
+        self._accepted = [PRIOR_ACCEPTED] * self.max_drafts
+        self._drafted = [PRIOR_DRAFTED] * self.max_drafts
+
+    def observe_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        """One sequence verified `num_drafted` drafts, of which the first `num_accepted` stood."""
+        for position in range(min(num_drafted, num_accepted + 1)):
+            self._drafted[position] += 1
+            self._accepted[position] += position < num_accepted
+            if self._drafted[position] > MEMORY:
+                self._drafted[position] /= 2
+                self._accepted[position] /= 2
+
+    def observe_step(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
+        """A step that only decoded took so long, with as many drafts verified as made."""
+        load = self._load(num_seqs)
+        cost, num_samples = load.costs[num_drafts], load.num_samples[num_drafts]
+        if num_samples < MIN_SAMPLES:
+            # The first steps of a kind may be slow for reasons of their own.
+            load.costs[num_drafts] = min(cost, seconds) if num_samples else seconds
+        else:
+            load.costs[num_drafts] = cost + COST_WEIGHT * (min(seconds, MAX_OUTLIER * cost) - cost)
+        load.num_samples[num_drafts] += 1
+
+    def acceptance(self) -> list[float]:
+        """By position: how often a draft stands if all before it do."""
+        return [accepted / drafted for accepted, drafted in zip(self._accepted, self._drafted, strict=True)]
+
+    def tokens_per_step(self, num_drafts: int) -> float:
+        """Expected tokens of one sequence."""
+        expected = stands = 1.0
+        for rate in self.acceptance()[:num_drafts]:
+            stands *= rate
+            expected += stands
+        return expected
+
+    def choose(self, num_seqs: int) -> int:
+        """Drafts for a step of `num_seqs` sequences."""
+        if not self.adaptive or not self.max_drafts:
+            return self.max_drafts
+        load = self._load(num_seqs)
+        for num_drafts in range(self.max_drafts, -1, -1):
+            if load.num_samples[num_drafts] < MIN_SAMPLES:
+                return num_drafts
+        best = max(range(self.max_drafts + 1), key=lambda k: self.tokens_per_step(k) / load.costs[k])
+        load.num_turns += 1
+        turn = load.num_turns % PROBE_EVERY
+        if turn >= PROBE_STEPS:
+            return best
+        if turn == 0:
+            # One more or one fewer in turn: the neighbours of the best.
+            others = [k for k in (best + 1, best - 1) if 0 <= k <= self.max_drafts]
+            load.probed = others[load.num_turns // PROBE_EVERY % len(others)]
+        return load.probed if load.num_turns >= PROBE_EVERY else best
+
+    def _load(self, num_seqs: int) -> _Load:
+        size = num_seqs.bit_length()
+        if size not in self._loads:
+            self._loads[size] = _Load([0.0] * (self.max_drafts + 1), [0] * (self.max_drafts + 1))
+        return self._loads[size]
