@@ -41,7 +41,7 @@ class MoELayer:
         prefix: str,
         storage: Storage,
     ):
-        self.config, self.comm, self.placement = config, backend.expert_comm, placement
+        self.config, self.comm, self.placement, self.dtype = config, backend.expert_comm, placement, storage.dtype
         self.gate = Gate(config, backend.ops, prefix=f"{prefix}.gate", device=storage.device)
         self.router = Router(placement, storage.device)
         self.local = Experts(config, backend.ops, placement.held_by(rank), prefix=f"{prefix}.experts", storage=storage)
@@ -53,6 +53,10 @@ class MoELayer:
 
     def weights(self) -> list[Weight]:
         return [*self.gate.weights(), *self.local.weights(), *(self.shared.weights() if self.shared else [])]
+
+    def reserve(self) -> None:
+        """Take the buffers that dispatch keeps; see `hw.api.ExpertComm`."""
+        self.comm.reserve(self.config.hidden_size, self.placement.slots_per_rank, self.dtype)
 
     def route(self, x: torch.Tensor) -> Routed:
         topk_idx, topk_weight = self.gate.forward(x)

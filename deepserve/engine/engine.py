@@ -55,6 +55,7 @@ class Engine:
         )
         started = time.perf_counter()
         model = load_model(config, self.backend, rank=self.groups.rank, progress=progress)
+        model.reserve()  # before memory is planned
         weight_bytes = sum(weight.target.nbytes for weight in model.weights())
         budget = plan_memory(config, model.cache_spec(), self.backend.runtime, weight_bytes)
         # Ranks of one machine see the same free memory, and all ranks must agree on what fits.

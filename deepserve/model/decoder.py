@@ -152,6 +152,12 @@ class Decoder:
         """Expert placement of each layer, None for dense ones."""
         return [None if layer.moe is None else layer.moe.placement for layer in self.layers]
 
+    def reserve(self) -> None:
+        """Take the memory that steps keep besides weights and caches. Collective over the instance."""
+        for layer in self.layers:
+            if layer.moe is not None:
+                layer.moe.reserve()
+
     def cache_spec(self) -> CacheSpec:
         """One latent entry per layer, in the model dtype; the MTP module's comes last."""
         name = str(self.dtype).removeprefix("torch.")
