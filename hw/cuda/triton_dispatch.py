@@ -5,37 +5,83 @@ import triton.language as tl
 
 
 @triton.jit
-def place_kernel(topk_ptr, rank_ptr, counts_ptr, num_rows, BLOCK: tl.constexpr):
-    """Grid (experts,). How many (token, k) rows an expert gets, and each row's rank among them, in the order of the batch."""
-    expert = tl.program_id(0)
-    count = tl.zeros((), tl.int64)
-    for start in range(0, num_rows, BLOCK):
-        rows = start + tl.arange(0, BLOCK)
-        mine = tl.load(topk_ptr + rows, rows < num_rows, other=-1) == expert
-        ones = mine.to(tl.int64)
-        tl.store(rank_ptr + rows, count + tl.cumsum(ones, 0) - 1, mine)
-        count += tl.sum(ones, 0)
-    tl.store(counts_ptr + expert, count)
+def count_kernel(topk_ptr, counts_ptr, num_rows, BLOCK: tl.constexpr):
+    """Grid (experts, blocks of rows): how many (token, k) rows of each block an expert gets, `[experts, blocks]` int32."""
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(topk_ptr + rows, rows < num_rows, other=-1) == tl.program_id(0)
+    tl.store(counts_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(mine.to(tl.int32), 0))
 
 
 @triton.jit
-def home_of(home_ptr, capacity, expert_stride, width):
-    """First element of the row that a home, `expert * capacity + row`, names."""
-    home = tl.load(home_ptr)
-    return home // capacity * expert_stride + home % capacity * width
+def place_kernel(
+    topk_ptr, block_counts_ptr, home_ptr, counts_ptr, num_rows, capacity, align,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Grid as `count_kernel`'s, whose result is block_counts. Each (token, k) row's home, in the order of the batch, and rows per expert.
+
+    An expert's first row is `expert * capacity`, or without a capacity where the one before ends, rounded up to a multiple of `align`.
+    """
+    expert, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    experts, blocks = tl.arange(0, EXPERTS)[:, None], tl.arange(0, BLOCKS)[None, :]
+    real = (experts < tl.num_programs(0)) & (blocks < num_blocks)
+    each = tl.load(block_counts_ptr + experts * num_blocks + blocks, real, other=0)
+    before = tl.sum(tl.sum(tl.where((experts == expert) & (blocks < block), each, 0), 1), 0)
+    first = expert.to(tl.int64) * capacity
+    if capacity == 0:
+        padded = (tl.sum(each, 1) + align - 1) // align * align
+        first += tl.sum(tl.where(tl.arange(0, EXPERTS) < expert, padded, 0), 0)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(topk_ptr + rows, rows < num_rows, other=-1) == expert
+    tl.store(home_ptr + rows, first + before + tl.cumsum(mine.to(tl.int32), 0) - 1, mine)
+    if block == 0:
+        tl.store(counts_ptr + expert, tl.sum(tl.sum(tl.where(experts == expert, each, 0), 1), 0))
+
+
+@triton.jit
+def _num_before(topk_ptr, end, expert, BLOCK: tl.constexpr):
+    """How many of the first `end` (token, k) rows an expert gets."""
+    total = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, end, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        total += (tl.load(topk_ptr + rows, rows < end, other=-1) == expert).to(tl.int32)
+    return tl.sum(total, 0)
 
 
 @triton.jit
 def scatter_rows_kernel(
-    x_ptr, home_ptr, out_ptr, x_stride, capacity, expert_stride, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, scale_ptr, topk_ptr, home_ptr, out_ptr, out_scale_ptr, experts_ptr, counts_ptr, x_stride, scale_stride,
+    group_stride, num_rows, capacity, expert_stride, scale_expert_stride, out_scale_stride, width,
+    TOP_K: tl.constexpr, PLACE: tl.constexpr, QUANT: tl.constexpr, HAS_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of columns). Copy a token's row to its `TOP_K` homes."""
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < width
-    row = tl.load(x_ptr + token * x_stride + cols, mask)
-    for k in tl.static_range(TOP_K):
-        tl.store(out_ptr + home_of(home_ptr + token * TOP_K + k, capacity, expert_stride, width) + cols, row, mask)
+    """Grid (tokens * top-k, or with PLACE as many more as there are experts). Copy a token's row, and its scales, to one of its homes.
+
+    A home is `expert * capacity + row`; an expert of -1 has none. PLACE: find it here, with rows in the order of the batch, and store
+    it; the programs beyond the rows count them. HAS_EXPERTS: note each copied row's expert.
+    """
+    row = tl.program_id(0)
+    if PLACE:  # noqa: SIM102  (these are the compiler's)
+        if row >= num_rows:
+            tl.store(counts_ptr + row - num_rows, _num_before(topk_ptr, num_rows, row - num_rows, 1024))
+            return
+    token, expert = (row // TOP_K).to(tl.int64), tl.load(topk_ptr + row)
+    if expert < 0:
+        return
+    if PLACE:
+        home = expert * capacity + _num_before(topk_ptr, token * TOP_K, expert, 1024)
+        tl.store(home_ptr + row, home)
+    else:
+        home = tl.load(home_ptr + row)
+    if HAS_EXPERTS:
+        tl.store(experts_ptr + home, expert.to(tl.int32))
+    there, local = home // capacity, home % capacity
+    for first in range(0, width, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        values = tl.load(x_ptr + token * x_stride + cols, cols < width)
+        tl.store(out_ptr + there * expert_stride + local * width + cols, values, cols < width)
+        if QUANT:
+            groups = first // 128 + tl.arange(0, BLOCK // 128)
+            scale = tl.load(scale_ptr + token * scale_stride + groups * group_stride, groups * 128 < width)
+            tl.store(out_scale_ptr + there * scale_expert_stride + local + groups * out_scale_stride, scale, groups * 128 < width)
 
 
 @triton.jit
@@ -43,13 +89,17 @@ def combine_kernel(
     y_ptr, home_ptr, weight_ptr, shared_ptr, out_ptr, capacity, expert_stride, width,
     TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of columns). The reduction rule: weight * row in top-k order in fp32, then the shared experts' row."""
+    """Grid (tokens, blocks of columns). The reduction rule: weight * row in top-k order in fp32, then the shared experts' row.
+
+    A home of -1 brings nothing.
+    """
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(y_ptr + home_of(home_ptr + token * TOP_K + k, capacity, expert_stride, width) + cols, mask, other=0.0)
+        home = tl.load(home_ptr + token * TOP_K + k)
+        row = tl.load(y_ptr + home // capacity * expert_stride + home % capacity * width + cols, mask & (home >= 0), other=0.0)
         total += row.to(tl.float32) * tl.load(weight_ptr + token * TOP_K + k)
     if HAS_SHARED:
         total += tl.load(shared_ptr + token * width + cols, mask, other=0.0).to(tl.float32)

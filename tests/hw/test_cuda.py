@@ -209,6 +209,36 @@ def test_nothing_waits_in_a_decode_step(opened, composites):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("mode", list(ExpertMode))
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(0, 8, 2), (1, 8, 8), (130, 9, 4), (700, 8, 8)])
+def test_quantised_rows_reach_their_experts_as_they_are(opened, mode: ExpertMode, num_tokens: int, num_experts: int, top_k: int):
+    comm, device = type(opened.expert_comm)(1000), opened.runtime.device
+    x, shared = normal(num_tokens, 7168, dtype=BF16), normal(num_tokens, 7168, dtype=BF16)
+    topk = torch.rand(num_tokens, num_experts).argsort(-1)[:, :top_k]
+    weights, quant = torch.rand(num_tokens, top_k), quantize_activation(x)
+    put = lambda value: to_device(value, device)  # noqa: E731
+    sent = comm.dispatch(Activation(put(x), put(quant)), put(topk), put(weights), ExpertStep(mode, num_tokens), num_experts)
+    counts = sent.counts.tolist()
+    assert counts == topk.flatten().bincount(minlength=num_experts).tolist()
+    data, scale = sent.x.data.view(torch.uint8), sent.x.scale
+    for e, count in enumerate(counts):
+        first = sent.layout.starts[e] if sent.layout else 0
+        rows = slice(first, first + count)
+        got = (data[rows], scale[rows]) if sent.layout else (data[e, rows], scale[e, rows])
+        mine = (topk == e).any(-1)
+        assert torch.equal(got[0].cpu(), quant.data.view(torch.uint8)[mine]) and torch.equal(got[1].cpu(), quant.scale[mine]), e
+        if sent.layout:
+            assert first % 128 == 0 and (sent.layout.experts[rows] == e).all()
+            assert (sent.layout.experts[first + count : sent.layout.starts[e + 1]] == -1).all()
+    # Outputs as if each expert gave its rows back.
+    y = torch.full(sent.x.shape, torch.nan, dtype=BF16, device=device)
+    real = (sent.layout.experts >= 0) if sent.layout else torch.arange(y.shape[1], device=device) < sent.counts[:, None]
+    y[real] = (data.view(torch.float8_e4m3fn).float() * scale.repeat_interleave(128, -1)).to(BF16)[real]
+    home = comm.combine(y, put(weights), sent, put(shared))
+    expected = dequantize(quant, BF16).float() * weights.sum(-1, keepdim=True) + shared.float()
+    assert_close(home, expected.to(BF16), tolerance(BF16), "home")
+
+
 def test_a_nan_from_a_broken_weight_gives_ids_in_range(opened):
     device = opened.runtime.device
     logits = torch.full((3, 1000), torch.nan, device=device)
