@@ -261,6 +261,9 @@ class Ops(Protocol):
     def prefers_absorbed(self, query_len: int, context_len: int, dims: LatentDims) -> bool:
         """Whether a prefill chunk of `query_len` tokens behind `context_len` cached ones is cheaper in absorbed form here."""
 
+    def gate_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`x @ weight.T` as if both were fp32, sums too: x `[T, K]` model dtype, weight `[E, K]` fp32, result `[T, E]` fp32."""
+
     def gate_topk(self, logits: torch.Tensor, bias: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts of each token, best first, ties to the lowest id: idx `[T, k]` int64, weight `[T, k]` fp32.
 

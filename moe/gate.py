@@ -36,5 +36,4 @@ class Gate:
         return found
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.ops.linear(x.float(), self.weight)
-        return self.ops.gate_topk(logits, self.bias, self.rule)
+        return self.ops.gate_topk(self.ops.gate_logits(x, self.weight), self.bias, self.rule)

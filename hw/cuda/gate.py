@@ -70,6 +70,9 @@ def _gate_kernel(
 class GateOps:
     """See `hw.api.Ops`."""
 
+    def gate_logits(self, x, weight):
+        return torch.nn.functional.linear(x.float(), weight)
+
     def gate_topk(self, logits, bias, rule: GateRule):
         num_tokens, num_experts = logits.shape
         assert logits.dtype == torch.float32 and num_experts % rule.num_groups == 0, (logits.dtype, num_experts, rule.num_groups)

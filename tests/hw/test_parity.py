@@ -231,6 +231,11 @@ def prefers_absorbed(dtype):
         yield f"{query_len}-behind-{context_len}", Call((query_len, context_len, LatentDims(512, 128, 64, 128)), real=type)
 
 
+def gate_logits(dtype):
+    for case in testing.row_cases():
+        yield case.id, Call((normal(case.num_rows, case.width, dtype=dtype), weight(19, case.width, dtype=torch.float32)))
+
+
 def gate_topk(dtype):
     for case in testing.gate_cases():
         logits = torch.randn(case.num_tokens, case.num_experts)
@@ -310,7 +315,7 @@ TABLE: dict[str, Callable[[torch.dtype], Iterator[tuple[str, Call]]]] = {
     for make in (
         rms_norm, add_rms_norm, rope, silu_mul, quantizes, linear, absorb_query, unabsorb, expand_latent,
         latent_write, latent_gather, mla_decode, mla_prefill, merge_attention,
-        prefers_absorbed, gate_topk, grouped_linear, grouped_linear_masked, penalize, sample, logprobs,
+        prefers_absorbed, gate_logits, gate_topk, grouped_linear, grouped_linear_masked, penalize, sample, logprobs,
     )
 }  # fmt: skip
 WITHOUT_NUMBERS = {"decode_plan"}  # its object goes back into mla_decode; test_cuda holds that sharing one changes nothing

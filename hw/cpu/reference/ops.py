@@ -123,6 +123,9 @@ class ReferenceOps:
     def prefers_absorbed(self, query_len, context_len, dims):
         return False
 
+    def gate_logits(self, x, weight):
+        return self.linear(x.float(), weight)
+
     def gate_topk(self, logits, bias, rule: GateRule):
         scores = logits.softmax(-1) if rule.scoring == "softmax" else self._sigmoid(logits)
         choice = scores if bias is None else scores + bias
