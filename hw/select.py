@@ -15,8 +15,9 @@ def open_backend(
     batch_invariant: bool = False,
     max_dispatch_tokens_per_rank: int = 128,
     num_threads: int | None = None,
+    kernel_cache_dir: str | None = None,
 ) -> Backend:
-    """Load a backend for this rank; without groups it is alone.
+    """Load a backend for this rank; without groups it is alone. kernel_cache_dir: where compiled kernels are kept; None: its own choice.
 
     Raises ValueError for an unknown name, Unsupported for a flag that it cannot promise.
     """
@@ -33,7 +34,7 @@ def open_backend(
     if name == "cuda":
         from hw.cuda.backend import open_cuda
 
-        return open_cuda(groups, **options)
+        return open_cuda(groups, kernel_cache_dir=kernel_cache_dir, **options)
     raise ValueError(_unknown(name))
 
 

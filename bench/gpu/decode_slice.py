@@ -1,6 +1,6 @@
 """Decode speed of DeepSeek-V3's geometry on one GPU, through the whole engine: scheduler, captured steps, sampling.
 
-    python bench/gpu/decode_slice.py [--num-seqs 1 64 128 256] [--context 4096] [--steps 64] [--layers 61] [--json FILE]
+    python bench/gpu/decode_slice.py [--num-seqs 1 64 128 256] [--context 4096] [--steps 64] [--layers 61] [--no-breakdown] [--json FILE]
 
 All 61 layers with FP8 dummy weights, but 8 routed experts, top 8: at batch b every expert gets b tokens, the load per expert of a
 wide expert-parallel deployment in which each rank holds a few experts. What the slice leaves out: dispatch and combine between ranks and
@@ -8,6 +8,10 @@ machines, and the imbalance of real routing.
 
 The context is not computed: random latents are put into the pages and published as if prompts had been computed before, so each sequence
 starts from a prefix hit and the first step computes its last page only.
+
+Host gap: the time of a step in which the GPU does nothing and waits for the host. With the breakdown (`breakdown.py`), printed for each
+number of sequences: what each stage takes, and the sum of all ops alone, which is what a step without gaps and without anything between
+its ops would take.
 """
 
 import argparse
@@ -21,6 +25,8 @@ from array import array
 from pathlib import Path
 
 import torch
+from breakdown import breakdown
+from gpu_trace import trace
 
 from deepserve.config import EngineArgs
 from deepserve.engine.engine import Engine, resolve
@@ -41,10 +47,14 @@ V3 = {
 }  # fmt: skip
 
 
+# Microseconds of ops at 128 sequences as the design page (section 11) has them, measured before there was an engine.
+RECORDED_128 = {"mla_decode": 232, "linear 2112 x 7168": 18, "linear 24576 x 1536": 23, "linear 7168 x 16384": 51}
+
+
 def make_engine(folder: Path, args: argparse.Namespace) -> Engine:
     (folder / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": args.layers}))
     most = max(args.num_seqs)
-    max_model_len = -(-(args.context + args.steps + 64) // 64) * 64
+    max_model_len = -(-(args.context + args.steps + 96) // 64) * 64
     options = {
         "model": str(folder), "device": args.device, "load_format": "dummy", "max_model_len": max_model_len, "max_num_seqs": most,
         "max_num_batched_tokens": max(2048, 64 * most), "max_dispatch_tokens_per_rank": most, "num_pages": most * max_model_len // 64,
@@ -65,13 +75,13 @@ def pretend_computed(engine: Engine, prompt: list[int]) -> None:
     pages.release(taken)
 
 
-def measure(engine: Engine, num_seqs: int, args: argparse.Namespace) -> dict[str, float]:
-    """Median time of a decode step of `num_seqs` sequences."""
+def measure(engine: Engine, num_seqs: int, args: argparse.Namespace) -> dict:
+    """Median time of a decode step of `num_seqs` sequences, and where it goes."""
     rng = random.Random(num_seqs)
     for i in range(num_seqs):
         prompt = [rng.randrange(2, V3["vocab_size"]) for _ in range(args.context + 1)]
         pretend_computed(engine, prompt)
-        params = SamplingParams(temperature=0.0, max_tokens=args.steps + 16, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=args.steps + 48, ignore_eos=True)
         engine.submit(Submit(f"{num_seqs}-{i}", prompt, validate(prompt, params, engine.limits)))
     while len(engine.scheduler.running) < num_seqs or engine.scheduler.waiting:
         engine.step()
@@ -85,11 +95,38 @@ def measure(engine: Engine, num_seqs: int, args: argparse.Namespace) -> dict[str
         engine.run(plan, expert_step([plan.num_tokens], args.cap))
         times.append(time.perf_counter() - started)
         host.append(planned - started)
+    inside = look_inside(engine, args) if args.breakdown else {}
     engine.abort([f"{num_seqs}-{i}" for i in range(num_seqs)])
     engine.collect()
     engine.pages.forget_cached()
     step_s = statistics.median(times)
-    return {"num_seqs": num_seqs, "step_ms": step_s * 1e3, "plan_ms": statistics.median(host) * 1e3, "tokens_per_s": num_seqs / step_s}
+    figures = {"num_seqs": num_seqs, "step_ms": step_s * 1e3, "plan_ms": statistics.median(host) * 1e3, "tokens_per_s": num_seqs / step_s}
+    return figures | inside
+
+
+def look_inside(engine: Engine, args: argparse.Namespace) -> dict:
+    """Host gap, time of stages and of ops alone, in milliseconds a step."""
+
+    def step() -> None:
+        plan = engine.plan()
+        engine.run(plan, expert_step([plan.num_tokens], args.cap))
+
+    found = trace(step, 8)
+    parts = breakdown(engine, step)
+    alone = {": ".join(key): ms for key, ms in parts.alone.items()}
+    inside = {"host_gap_ms": found.host_gap_ms, "busy_ms": found.busy_ms, "stages_ms": parts.stages, "alone_ms": parts.alone_ms}
+    return inside | {"ops_alone_ms": alone, "table": parts.table()}
+
+
+def print_inside(rows: list[dict], num_layers: int) -> None:
+    """The breakdown of each row, and at 128 sequences what the design page had for the same ops."""
+    for row in rows:
+        if "table" in row:
+            print(f"\n{row['num_seqs']} sequences\n{row['table']}")
+        if row["num_seqs"] == 128 and "table" in row:
+            for op, us in RECORDED_128.items():
+                print(f"  design page, section 11: {op}, {num_layers} layers: {us * num_layers / 1e3:.2f} ms")
+            print("  design page: all kernels of a step of 61 layers at 128 sequences together: about 33 ms")
 
 
 def main() -> None:
@@ -99,6 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--device", default="cuda", help="cpu only rehearses, with few --layers")
+    parser.add_argument("--breakdown", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--json")
     args = parser.parse_args()
     args.cap = max(args.num_seqs)
@@ -112,11 +150,15 @@ def main() -> None:
     print(f"{card}, torch {torch.__version__}, {args.layers} layers, context {args.context}, start {start_s:.1f} s")
     print(engine.memory.table())
     rows = []
-    print(f"{'sequences':>10}{'step, ms':>12}{'plan, ms':>12}{'tokens/s':>12}")
+    print(f"{'sequences':>10}{'step, ms':>12}{'plan, ms':>12}{'tokens/s':>12}{'host gap, ms':>15}{'ops alone, ms':>16}{'step / alone':>15}")
     for num_seqs in args.num_seqs:
         rows.append(measure(engine, num_seqs, args))
         row = rows[-1]
-        print(f"{num_seqs:>10}{row['step_ms']:>12.2f}{row['plan_ms']:>12.2f}{row['tokens_per_s']:>12.0f}", flush=True)
+        cells = f"{row['step_ms']:>12.2f}{row['plan_ms']:>12.2f}{row['tokens_per_s']:>12.0f}{row.get('host_gap_ms', 0.0):>15.3f}"
+        alone = row.get("alone_ms")
+        cells += f"{alone:>16.2f}{row['step_ms'] / alone:>15.2f}" if alone else ""
+        print(f"{num_seqs:>10}{cells}", flush=True)
+    print_inside(rows, args.layers)
     if args.json:
         Path(args.json).write_text(json.dumps({"card": card, "torch": torch.__version__, "start_s": start_s, "rows": rows}, indent=1))
 

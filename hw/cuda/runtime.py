@@ -6,7 +6,10 @@ import numpy as np
 import torch
 
 from hw.api import MemoryInfo, T
+from hw.cuda.kernel_cache import KernelCache
 from hw.cuda.rules import FACTS
+from hw.cuda.warm_up import warm_up
+from hw.rules import ModelShapes
 
 
 class CudaRuntime:
@@ -15,8 +18,8 @@ class CudaRuntime:
     captures = True
     runs_ahead = True
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, kernel_cache: KernelCache):
+        self.device, self._kernel_cache = device, kernel_cache
         self._pool: tuple[int, int] | None = None  # memory that all graphs share; the first one captured must be the largest
 
     def memory(self) -> MemoryInfo:
@@ -54,6 +57,9 @@ class CudaRuntime:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
+        warm_up(shapes, self._kernel_cache, progress)
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         # Kernels compile, and libraries take their workspaces, at first use; neither may happen while recording.
