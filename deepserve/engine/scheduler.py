@@ -302,7 +302,8 @@ class Scheduler:
             tokens = drawn.get(i)
             if i < plan.num_decode:
                 self._settle_drafts(sequence, step.num_drafts[i], plan.query_len, len(tokens))
-                end = sequence.num_computed + len(tokens)
+                # The last token that it may have is never computed, even if a draft of it was.
+                end = min(sequence.num_computed + len(tokens), sequence.most_tokens - 1)
             else:
                 end = plan.starts[i] + plan.counts[i]
             if i in result.prompt_logprobs:

@@ -49,11 +49,12 @@ def random_request(rng: random.Random, world: World) -> tuple[list[int], dict]:
     return prompt, params
 
 
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_random_walk(name, asynchronous, seed):
+def test_random_walk(name, asynchronous, num_drafts, seed):
     rng = random.Random(seed)
-    world = World(next_token=sometimes_end, asynchronous=asynchronous, **SETTINGS[name])
+    world = World(next_token=sometimes_end, asynchronous=asynchronous, num_drafts=num_drafts, **SETTINGS[name])
     num_submitted = num_aborted = 0
     for _ in range(2000):
         verb = rng.random()

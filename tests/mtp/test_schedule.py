@@ -1,0 +1,103 @@
+"""How many drafts: the best of a simulated machine is found and kept, at little cost, and found again when things change."""
+
+import random
+
+import pytest
+
+from mtp.schedule import MIN_SAMPLES, PROBE_EVERY, DraftSchedule
+
+
+def simulate(schedule: DraftSchedule, num_seqs: int, num_steps: int, acceptance: list[float], costs: list[float], seed=0) -> list[int]:
+    """Steps whose k drafts stand with the given rates and which take `costs[k]`, give or take 5 %. Returns the k of each."""
+    rng = random.Random(seed)
+    chosen, pending = [], 0
+    for _ in range(num_steps):
+        k = schedule.choose(num_seqs)
+        for _ in range(num_seqs):
+            drafted = min(k, pending)
+            accepted = next((j for j in range(drafted) if rng.random() >= acceptance[j]), drafted)
+            if drafted:
+                schedule.observe_drafts(drafted, accepted)
+        schedule.observe_step(num_seqs, k, costs[k] * rng.uniform(0.95, 1.05))
+        chosen.append(k)
+        pending = k
+    return chosen
+
+
+def rate(k: int, acceptance: list[float], costs: list[float]) -> float:
+    expected = stands = 1.0
+    for j in range(k):
+        stands *= acceptance[j]
+        expected += stands
+    return expected / costs[k]
+
+
+MACHINES = {
+    "drafts are cheap": ([0.9, 0.7, 0.5], [1.0, 1.1, 1.2, 1.3]),
+    "two pay, three do not": ([0.95, 0.6, 0.1], [1.0, 1.2, 1.45, 1.75]),
+    "one pays": ([0.9, 0.2, 0.1], [1.0, 1.3, 1.6, 1.9]),
+    "random text": ([0.02, 0.02, 0.02], [1.0, 1.25, 1.5, 1.75]),
+    "compute bound": ([0.8, 0.6, 0.4], [1.0, 2.0, 3.0, 4.0]),
+}
+
+
+@pytest.mark.parametrize("num_seqs", [1, 16])
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_best_is_found_and_kept(name, num_seqs, seed):
+    acceptance, costs = MACHINES[name]
+    schedule = DraftSchedule(3)
+    simulate(schedule, num_seqs, 200, acceptance, costs, seed)
+    chosen = simulate(schedule, num_seqs, 1000, acceptance, costs, seed + 1)
+    rates = [rate(k, acceptance, costs) for k in range(4)]
+    assert sum(rates[k] for k in chosen) / len(chosen) > 0.97 * max(rates)
+
+
+def test_a_change_of_text_is_noticed(seed):
+    costs = [1.0, 1.2, 1.4, 1.6]
+    schedule = DraftSchedule(3)
+    simulate(schedule, 1, 500, [0.9, 0.8, 0.7], costs, seed)
+    assert simulate(schedule, 1, 100, [0.9, 0.8, 0.7], costs, seed).count(3) > 90
+    simulate(schedule, 1, 3000, [0.02, 0.02, 0.02], costs, seed)
+    assert simulate(schedule, 1, 100, [0.02, 0.02, 0.02], costs, seed).count(0) > 90
+    simulate(schedule, 1, 6000, [0.95, 0.9, 0.9], costs, seed)
+    assert simulate(schedule, 1, 100, [0.95, 0.9, 0.9], costs, seed).count(3) > 90
+
+
+def test_each_load_has_its_own_answer(seed):
+    """Drafts that are free for one sequence cost as much as tokens for a hundred."""
+    schedule, acceptance = DraftSchedule(2), [0.9, 0.8]
+    few, many = [1.0, 1.05, 1.1], [3.0, 6.0, 9.0]
+    for _ in range(5):
+        simulate(schedule, 1, 100, acceptance, few, seed)
+        simulate(schedule, 100, 10, acceptance, many, seed)
+    assert simulate(schedule, 1, 50, acceptance, few, seed).count(2) > 45
+    assert simulate(schedule, 100, 50, acceptance, many, seed).count(0) > 40
+
+
+def test_fixed_means_fixed():
+    schedule = DraftSchedule(2, adaptive=False)
+    assert set(simulate(schedule, 1, 300, [0.0, 0.0], [1.0, 5.0, 9.0])) == {2}
+    assert schedule.acceptance()[0] < 0.05, "measured all the same"
+
+
+def test_turns_of_others_are_few():
+    schedule = DraftSchedule(1)
+    chosen = simulate(schedule, 1, 20 * PROBE_EVERY, [0.0], [1.0, 1.5])
+    assert chosen.count(1) < 2 * MIN_SAMPLES + 20 * 3
+
+
+def test_one_slow_step_changes_nothing():
+    acceptance, costs = [0.9, 0.8], [1.0, 1.2, 1.4]
+    schedule = DraftSchedule(2)
+    simulate(schedule, 1, 100, acceptance, costs)
+    schedule.observe_step(1, 2, 500.0)
+    assert simulate(schedule, 1, 20, acceptance, costs).count(2) > 15
+
+
+def test_acceptance_counts_a_draft_only_where_those_before_it_stood():
+    schedule = DraftSchedule(3)
+    before = list(schedule._drafted)
+    schedule.observe_drafts(3, 1)
+    assert [after - b for after, b in zip(schedule._drafted, before, strict=True)] == [1, 1, 0]
+    schedule.observe_drafts(2, 2)
+    assert [after - b for after, b in zip(schedule._drafted, before, strict=True)] == [2, 2, 0]
