@@ -1,6 +1,6 @@
 """Messages between processes: msgspec structs, tagged, versioned, never pickled.
 
-Frontend -> engine: `Submit`, `Abort`, `Drain`, `Stop`. Engine -> frontend: `Register`, `Heartbeat`, `Outputs`, `Goodbye`.
+Frontend -> engine: `Submit`, `Abort`, `Drain`, `Stop`. Engine -> frontend: `Register`, `Heartbeat`, `Outputs`, `Leaving`, `Goodbye`.
 One message is one ZMQ frame of msgpack; the engine's DEALER socket connects to the frontend's ROUTER socket.
 """
 
@@ -8,7 +8,7 @@ import msgspec
 
 from deepserve.engine.request import PositionLogprobs, SamplingParams, SequenceOutput
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
@@ -87,6 +87,10 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     load: Load
 
 
+class Leaving(msgspec.Struct, tag="leaving", array_like=True, frozen=True):
+    """The engine takes no new requests, finishes what it has and then says `Goodbye`."""
+
+
 class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
     """The engine ends; `error` is empty for an orderly end, else the sentence that explains it."""
 
@@ -94,7 +98,7 @@ class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
 
 
 ToEngine = Submit | Abort | Drain | Stop
-FromEngine = Register | Heartbeat | Outputs | Goodbye
+FromEngine = Register | Heartbeat | Outputs | Leaving | Goodbye
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -103,6 +107,7 @@ __all__ = [
     "FromEngine",
     "Goodbye",
     "Heartbeat",
+    "Leaving",
     "Load",
     "Outputs",
     "PositionLogprobs",

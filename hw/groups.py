@@ -27,7 +27,7 @@ class Rendezvous:
 
     store: Any  # torch.distributed.Store; lives in a process that no rank's death takes along
     timeout_s: float  # of every collective until `set_timeout`: the longest that a peer may be late
-    interface: str | None = None  # network interface; None: loopback
+    address: str = "127.0.0.1"  # of this rank, as its peers reach it: collectives listen there and nowhere else
 
 
 class Group:
@@ -50,8 +50,7 @@ class Group:
         """The torch process group that carries the data."""
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=rendezvous.timeout_s)
-        device = {"hostname": "127.0.0.1"} if rendezvous.interface is None else {"interface": rendezvous.interface}
-        options._devices = [dist.ProcessGroupGloo.create_device(**device)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=rendezvous.address)]
         return dist.ProcessGroupGloo(dist.PrefixStore(self.name, rendezvous.store), self.rank, self.size, options)
 
     def set_timeout(self, timeout_s: float) -> None:

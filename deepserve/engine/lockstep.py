@@ -9,6 +9,7 @@ result fixes the expert-communication mode of the step. A dead peer fails the vo
 timeout; nobody waits for ever. Parked ranks vote every `PARK_S` seconds, so that they notice as well.
 """
 
+import ipaddress
 import math
 import secrets
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from deepserve.control import secure_client, secure_server
 from hw.api import ExpertMode, ExpertStep
 from hw.groups import Groups
 
@@ -31,9 +33,9 @@ class Ballot:
     has_launched: bool = False  # it has yet to collect its last step, and may have more to do then
     stop: bool = False  # told to end now
     drained: bool = False  # told to drain, and nothing is left here
+    num_drafts: int = 0  # that its plan makes
 
     def ints(self) -> list[int]:
-    num_drafts: int = 0  # that its plan makes
         return [self.num_tokens, int(self.has_work), int(self.has_launched), int(self.stop), int(self.drained), self.num_drafts]
 
 
@@ -45,9 +47,9 @@ class Outcome:
     step: ExpertStep  # meaningful if any token runs
     collect: bool  # nobody has a plan, but somebody has a step to collect first
     end: bool  # somebody was told to stop, or all have drained
+    num_drafts: int = 0  # that every rank makes in this step: experts of the MTP module are spread over all
 
     @property
-    num_drafts: int = 0  # that every rank makes in this step: experts of the MTP module are spread over all
     def idle(self) -> bool:
         return not any(self.num_tokens) and not self.collect
 
@@ -66,22 +68,36 @@ def expert_step(num_tokens: list[int], cap: int, *, captured: bool = False) -> E
 class Lockstep:
     """One rank's part. With a single rank a vote is a function call and parking is a poll."""
 
-    def __init__(self, groups: Groups, context: zmq.Context, max_dispatch_tokens_per_rank: int, *, captured: bool = False):
-        """Collective over all ranks of the instance: they exchange where to be woken. captured: see `expert_step`."""
+    def __init__(
+        self,
+        groups: Groups,
+        context: zmq.Context,
+        max_dispatch_tokens_per_rank: int,
+        *,
+        captured: bool = False,
+        address: str = "127.0.0.1",
+        secret: str = "",
+    ):
+        """Collective over all ranks of the instance: they exchange where to be woken. captured: see `expert_step`.
+
+        address: this rank's IPv4 address, as its peers reach it. secret: seals wake-ups that leave the machine.
+        """
         self.groups = groups
         self._cap, self._captured = max_dispatch_tokens_per_rank, captured
         self._num_parks = 0
         self.wakeups = context.socket(zmq.PULL)
         self.wakeups.setsockopt(zmq.LINGER, 0)
-        port = self.wakeups.bind_to_random_port("tcp://127.0.0.1")
+        secure_server(self.wakeups, secret)
+        port = self.wakeups.bind_to_random_port(f"tcp://{address}")
         # Whoever knows the key is a peer. A stranger on the port must not wake one rank alone: its vote would wait for the others.
         self._key = groups.world.broadcast_bytes(secrets.token_bytes(16) if groups.world.rank == 0 else None)
         self._peers = []
-        for rank, (peer_port,) in enumerate(groups.world.all_gather_ints([port])):
+        for rank, (host, peer_port) in enumerate(groups.world.all_gather_ints([int(ipaddress.IPv4Address(address)), port])):
             if rank != groups.rank:
                 peer = context.socket(zmq.PUSH)
                 peer.setsockopt(zmq.LINGER, 0)
-                peer.connect(f"tcp://127.0.0.1:{peer_port}")
+                secure_client(peer, secret)
+                peer.connect(f"tcp://{ipaddress.IPv4Address(host)}:{peer_port}")
                 self._peers.append(peer)
         self.num_votes = 0
         self.vote_s = 0.0  # spent in votes, waiting for slower ranks included

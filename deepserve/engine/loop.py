@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import BinaryIO
@@ -19,11 +20,25 @@ import torch.distributed as dist
 import zmq
 
 from deepserve.config import EngineArgs
+from deepserve.control import Line, dealer
 from deepserve.engine.engine import Engine, resolve
 from deepserve.engine.lockstep import Ballot, Lockstep
 from deepserve.engine.request import SequenceOutput
 from deepserve.engine.step import StepPlan
-from deepserve.messages import PROTOCOL_VERSION, Abort, Drain, FromEngine, Goodbye, Heartbeat, Load, Outputs, Register, Submit, ToEngine
+from deepserve.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Drain,
+    FromEngine,
+    Goodbye,
+    Heartbeat,
+    Leaving,
+    Load,
+    Outputs,
+    Register,
+    Submit,
+    ToEngine,
+)
 from deepserve.messages import Stop as StopNow
 from deepserve.model.checkpoint import fingerprint
 from hw.groups import PeerLost, Rendezvous, open_groups
@@ -46,7 +61,9 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     role: str = "unified"
     rank: int = 0
     rendezvous: str = ""  # "file:PATH" or "tcp:HOST:PORT:PREFIX"; needed with several ranks
-    interface: str | None = None  # network interface of the collectives; None: loopback
+    address: str = "127.0.0.1"  # IPv4 address at which the other ranks of the instance reach this one
+    secret: str = ""  # of the control sockets; empty: plain ones, on loopback
+    dead_link_s: float | None = None  # after which a connection to a frontend that does not answer is made anew; None: never
 
 
 class Heart(threading.Thread):
@@ -61,11 +78,15 @@ class Heart(threading.Thread):
 
     def run(self) -> None:
         encoder = msgspec.msgpack.Encoder()
-        sockets = [_connect(self._context, address, most_waiting=8) for address in self._options.frontends]
+        options = self._options
+        # Who has not read the last beats does not miss the next one: an idle `LLM` reads nothing for hours.
+        how = {"most_waiting": 8, "secret": options.secret, "dead_link_s": options.dead_link_s}
+        sockets = [dealer(self._context, **how) for _ in options.frontends]
+        for socket, address in zip(sockets, options.frontends, strict=True):
+            socket.connect(address)
         while not self._stopped.wait(HEARTBEAT_S):
-            beat = encoder.encode(Heartbeat(self._options.instance, self._dp_rank, self.load))
+            beat = encoder.encode(Heartbeat(options.instance, self._dp_rank, self.load))
             for socket in sockets:
-                # Who has not read the last beats does not miss this one: an idle `LLM` reads nothing for hours.
                 with suppress(zmq.Again):
                     socket.send(beat, zmq.NOBLOCK)
         for socket in sockets:
@@ -76,24 +97,46 @@ class Heart(threading.Thread):
         self.join()
 
 
+class Lifeline(threading.Thread):
+    """The pipe from whoever started this rank. When it ends, so does the rank, at once; a line "drain" asks it to end in its own time."""
+
+    def __init__(self, stdin: BinaryIO):
+        super().__init__(name="lifeline", daemon=True)
+        self.drain = threading.Event()
+        self._stdin = stdin
+        self.news, self._bell = os.pipe()  # readable once there is something to look at: wakes a rank that is parked
+
+    def run(self) -> None:
+        for line in self._stdin:
+            if line == b"drain\n":
+                self.drain.set()
+                os.write(self._bell, b"!")
+        os._exit(EXIT_ORPHANED)
+
+
 class EngineLoop:
     """Receives, steps in lockstep with the other ranks, sends, until told to end.
 
-    Only ranks that lead their TP group talk to frontends. Requests of a frontend are answered to that frontend.
+    Only ranks that lead their TP group talk to frontends. Requests of a frontend are answered to that frontend, on the connection
+    that they came on: if it breaks, they are forgotten, since nobody can tell what of them was lost.
     """
 
-    def __init__(self, engine: Engine, options: RankOptions, context: zmq.Context):
+    def __init__(self, engine: Engine, options: RankOptions, context: zmq.Context, lifeline: Lifeline):
         self.engine, self.options = engine, options
+        self._lifeline = lifeline
         self._dp_rank = engine.config.parallel.place(options.rank).dp
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         cap = engine.config.args.max_dispatch_tokens_per_rank
-        self._lockstep = Lockstep(engine.groups, context, cap, captured=engine.captures)
+        secret, dead_link_s = options.secret, options.dead_link_s
+        self._lockstep = Lockstep(engine.groups, context, cap, captured=engine.captures, address=options.address, secret=secret)
         leads = engine.groups.is_leader
-        self._sockets = [_connect(context, address) for address in options.frontends] if leads else []
+        self._lines = [Line(context, address, secret=secret, dead_link_s=dead_link_s) for address in options.frontends] if leads else []
         self._poller = zmq.Poller()
-        for socket in self._sockets:
-            self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(lifeline.news, zmq.POLLIN)
+        for line in self._lines:
+            self._poller.register(line.socket, zmq.POLLIN)
+            self._poller.register(line.monitor, zmq.POLLIN)
         self._home: dict[str, zmq.Socket] = {}  # request -> who sent it
         self._draining = self._stopping = False
         self._heart = Heart(context, options, self._dp_rank) if leads else None
@@ -101,7 +144,6 @@ class EngineLoop:
     def run(self) -> None:
         """Until a rank is told to stop, or all have drained. Raises PeerLost."""
         if self._heart is not None:
-            self._register()
             self._heart.start()
         try:
             while self._step():
@@ -140,11 +182,11 @@ class EngineLoop:
     def close(self, error: str = "") -> None:
         """Say goodbye and close the sockets."""
         self._lockstep.close()
-        for socket in self._sockets:
-            self._send(socket, Goodbye(error))
-            socket.close(LINGER_MS)
+        for line in self._lines:
+            self._send(line.socket, Goodbye(error))
+            line.close(LINGER_MS)
 
-    def _register(self) -> None:
+    def _register(self, socket: zmq.Socket) -> None:
         config, engine = self.engine.config, self.engine
         message = Register(
             protocol_version=PROTOCOL_VERSION,
@@ -160,18 +202,34 @@ class EngineLoop:
             num_pages=engine.pages.num_pages,
             pid=os.getpid(),
         )
-        for socket in self._sockets:
-            self._send(socket, message)
+        self._send(socket, message)
+        if self._draining:
+            self._send(socket, Leaving())
 
     def _receive(self) -> None:
-        """Take every message that is there."""
-        for socket in self._sockets:
-            while True:
-                try:
-                    payload = socket.recv(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                self._on_message(socket, self._decoder.decode(payload))
+        """Take every message that is there, and the news of the connections."""
+        for line in self._lines:
+            broken, made = line.read_news()
+            if broken or made:
+                for _ in _messages(line.socket):  # of the old connection
+                    pass
+                self._forget(line.socket)
+            if made:
+                self._register(line.socket)
+            for payload in _messages(line.socket):
+                self._on_message(line.socket, self._decoder.decode(payload))
+        if self._lifeline.drain.is_set() and not self._draining:
+            self._draining = True
+            self._poller.unregister(self._lifeline.news)
+            for line in self._lines:
+                self._send(line.socket, Leaving())
+
+    def _forget(self, socket: zmq.Socket) -> None:
+        """Abort what came on this connection."""
+        request_ids = [request_id for request_id, home in self._home.items() if home is socket]
+        self.engine.abort(request_ids)
+        for request_id in request_ids:
+            del self._home[request_id]
 
     def _on_message(self, socket: zmq.Socket, message: ToEngine) -> None:
         match message:
@@ -201,29 +259,24 @@ class EngineLoop:
                 self._home.pop(output.request_id, None)
 
     def _send(self, socket: zmq.Socket, message: FromEngine) -> None:
-        socket.send(self._encoder.encode(message))
+        with suppress(zmq.Again):  # only where the frontend has never let us in
+            socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
 
-def _connect(context: zmq.Context, address: str, *, most_waiting: int = 0) -> zmq.Socket:
-    """most_waiting: messages that may wait to be sent; 0: any number, since a frontend that reads slowly must not stop a step."""
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.SNDHWM, most_waiting)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(address)
-    return socket
+def _messages(socket: zmq.Socket) -> Iterator[bytes]:
+    """Those that are there."""
+    while True:
+        try:
+            payload = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield payload
 
 
 def model_fingerprint(engine: Engine) -> str:
     """Equal for ranks that serve the same weights."""
     args = engine.config.args
     return f"dummy-{args.seed}" if args.load_format == "dummy" else fingerprint(engine.config.model_path)
-
-
-def _watch_lifeline(stdin: BinaryIO) -> None:
-    """End with the process that started this one, however it ended."""
-    while stdin.read(1 << 10):
-        pass
-    os._exit(EXIT_ORPHANED)
 
 
 def _rendezvous(options: RankOptions) -> Rendezvous | None:
@@ -238,7 +291,7 @@ def _rendezvous(options: RankOptions) -> Rendezvous | None:
         assert kind == "tcp", options.rendezvous
         host, port, prefix = rest.rsplit(":", 2)
         store = dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=START_TIMEOUT_S)))
-    return Rendezvous(store, START_TIMEOUT_S, options.interface)
+    return Rendezvous(store, START_TIMEOUT_S, options.address)
 
 
 def main() -> int:
@@ -247,14 +300,15 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOptions)
-    threading.Thread(target=_watch_lifeline, args=(sys.stdin.buffer,), name="lifeline", daemon=True).start()
+    lifeline = Lifeline(sys.stdin.buffer)
+    lifeline.start()
     context = zmq.Context()
     try:
         config = resolve(options.args)
         groups = open_groups(config.parallel, options.rank, _rendezvous(options))
         addresses = groups.world.broadcast_bytes(msgspec.msgpack.encode(options.frontends) if options.rank == 0 else None)
         options = msgspec.structs.replace(options, frontends=msgspec.msgpack.decode(addresses, type=list[str]))
-        loop = EngineLoop(Engine(config, groups), options, context)
+        loop = EngineLoop(Engine(config, groups), options, context, lifeline)
         groups.set_timeout(options.args.step_timeout_s)
     except ValueError as error:
         print(f"deepserve: rank {options.rank} cannot start: {error}", file=sys.stderr, flush=True)

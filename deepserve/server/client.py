@@ -1,9 +1,11 @@
 """Asyncio client of the engine ranks: they connect and register, the frontend submits, streams and aborts.
 
-One ROUTER socket for all engines. An engine is known from its `Register` to its `Goodbye`, or until it has been silent for
-`silence_limit_s` (`deepserve serve`: the step timeout, 120 s unless told otherwise); then its requests end with an error output, so that
-no client waits for a process that is gone. A rank beats every second, also in a long step: only one that is stopped or hangs is silent. A
-rank that dies is seen by whoever started it, at once.
+One ROUTER socket for all engines. An engine is known from its `Register` to its `Goodbye`, or until its connection breaks, or until it has
+been silent for `silence_limit_s`; then its requests end with an error output, so that no client waits for a process that is gone. A rank
+beats every second, also in a long step: only one that is stopped, hangs or is cut off is silent.
+
+Where `quiet_limit_s` is given, an instance that has a rank silent for so long gets no requests until that rank speaks again. A request
+that is lost before anything of it came back is sent to another instance, once.
 """
 
 import asyncio
@@ -15,8 +17,10 @@ import msgspec
 import zmq
 
 from deepserve import messages
+from deepserve.control import Doorman, notice_dead_links, secure_server
 from deepserve.engine.request import Limits, SamplingParams, SequenceOutput
-from deepserve.messages import PROTOCOL_VERSION, Goodbye, Heartbeat, Load, Outputs, Register
+from deepserve.messages import Goodbye, Heartbeat, Leaving, Outputs, Register
+from deepserve.server.registry import Engine, other_version, refusal_of
 from deepserve.server.router import Router
 from deepserve.server.stats import EngineStats
 from deepserve.server.stream import EngineRequest, OutputStream
@@ -24,7 +28,9 @@ from deepserve.server.stream import EngineRequest, OutputStream
 log = logging.getLogger("deepserve.server")
 
 # Silence is counted in checks of this loop, so a frontend that was itself stopped or busy does not blame the engines.
-CHECKS_PER_LIMIT = 10
+CHECK_S = 0.5  # or less, so that the smaller limit is
+CHECKS_PER_LIMIT = 10  # long
+PROBE_CHECKS = 5  # without a word before an engine's connection is tried
 MESSAGES_PER_TURN = 64
 SERVING_ROLES = ("unified",)
 
@@ -33,49 +39,22 @@ class NoEngine(RuntimeError):
     """No engine rank can take a request now."""
 
 
-class Engine:
-    """One registered engine rank."""
-
-    def __init__(self, identity: bytes, register: Register, label: str, stats: EngineStats):
-        self.identity = identity
-        self.register = register
-        self.label = label  # of the metrics
-        self.stats = stats
-        self.load = Load()
-        self.silent_checks = 0
-        self.requests: dict[str, EngineRequest] = {}
-
-    @property
-    def num_sequences(self) -> int:
-        # Our own count is exact but knows only this frontend; the report knows all frontends but is up to a heartbeat old.
-        ours = sum(len(request.open) for request in self.requests.values())
-        return max(ours, self.load.num_running + self.load.num_waiting)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        return sum(request.num_prompt for request in self.requests.values() if not request.prefilled)
-
-    @property
-    def num_cache_tokens(self) -> int:
-        return self.register.num_pages * self.register.page_size
-
-    @property
-    def num_free_tokens(self) -> int:
-        return self.num_cache_tokens - self.load.num_held_pages * self.register.page_size
-
-    @property
-    def name(self) -> str:
-        return f"engine {self.register.instance!r} rank {self.register.dp_rank} (pid {self.register.pid})"
-
-
 class EngineClient:
     """Made inside a running event loop; `close` it there."""
 
-    def __init__(self, *, bind: str = "tcp://127.0.0.1:*", silence_limit_s: float = 10.0):
+    def __init__(
+        self, *, bind: str = "tcp://127.0.0.1:*", silence_limit_s: float = 10.0, quiet_limit_s: float | None = None, secret: str = ""
+    ):
+        """secret: shared with the ranks, for addresses that other machines reach. Raises OSError when `bind` is taken."""
         self.engines: dict[bytes, Engine] = {}
         self.stats: dict[str, EngineStats] = {}  # by engine label; outlive the engine
         self.draining = False
         self._silence_limit_s = silence_limit_s
+        limits_s = [silence_limit_s] if quiet_limit_s is None else [silence_limit_s, quiet_limit_s]
+        self._check_s = min(CHECK_S, min(limits_s) / CHECKS_PER_LIMIT)
+        self._quiet_checks = None if quiet_limit_s is None else quiet_limit_s / self._check_s
+        self._quiet: set[str] = set()  # instances with a rank that has not spoken for a while
+        self._labels: dict[tuple[str, int], str] = {}
         self._lost: dict[bytes, Engine] = {}  # dropped for silence; they may only have been suspended
         self._router = Router()
         self._encoder = msgspec.msgpack.Encoder()
@@ -89,11 +68,21 @@ class EngineClient:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an engine that is gone raises
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the limit of requests in flight
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.bind(bind)
+        secure_server(self._socket, secret)
+        if quiet_limit_s is not None:
+            notice_dead_links(self._socket, silence_limit_s)
+        self._doorman = Doorman(self._socket) if secret else None
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot listen for engines on {bind}: {error}") from error
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         self._fd = self._socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._read)
-        self._checks = self._loop.call_later(silence_limit_s / CHECKS_PER_LIMIT, self._check_silence)
+        if self._doorman is not None:
+            self._loop.add_reader(self._doorman.fd, self._doorman.read)
+            self._doorman.read()  # the descriptor tells of news after the first look
+        self._checks = self._loop.call_later(self._check_s, self._check_silence)
 
     # -- requests --
 
@@ -136,21 +125,10 @@ class EngineClient:
         request_id = f"{self._id_prefix}-{self._num_submitted}"
         self._num_submitted += 1
         message = messages.Submit(request_id, prompt_token_ids, params, cache_salt, time.time())
-        # An engine that proves to be gone is removed; the next one is asked.
-        while engine := self._router.pick(self._serving(), prompt_token_ids, cache_salt):
-            if self._send_or_remove(engine, message):
-                break
-        else:
+        engine = self._place(message)
+        if engine is None:
             raise NoEngine("no engine can take requests now")
-        request = EngineRequest(
-            request_id=request_id,
-            engine=engine,
-            stats=engine.stats,
-            stream=stream,
-            num_prompt=len(prompt_token_ids),
-            n=params.n,
-            start_s=time.perf_counter(),
-        )
+        request = EngineRequest(message=message, engine=engine, stream=stream, start_s=time.perf_counter())
         engine.requests[request_id] = stream.requests[request_id] = request
         return request_id
 
@@ -164,8 +142,10 @@ class EngineClient:
 
     def fail_all(self, reason: str):
         """End every request with an error output and forget all engines."""
+        was_draining, self.draining = self.draining, True  # nothing is sent elsewhere
         for engine in list(self.engines.values()):
             self._remove(engine, reason)
+        self.draining = was_draining
 
     def drain(self):
         """Tell every engine to finish what it has and end."""
@@ -186,6 +166,9 @@ class EngineClient:
     def close(self):
         self._checks.cancel()
         self._loop.remove_reader(self._fd)
+        if self._doorman is not None:
+            self._loop.remove_reader(self._doorman.fd)
+            self._doorman.close()
         self.fail_all("the server ends")
         self._socket.close()
         self._context.term()
@@ -193,7 +176,20 @@ class EngineClient:
     # -- wire --
 
     def _serving(self):
-        return (engine for engine in self.engines.values() if engine.register.role in SERVING_ROLES)
+        return (
+            engine
+            for engine in self.engines.values()
+            if engine.register.role in SERVING_ROLES and not engine.leaving and engine.instance not in self._quiet
+        )
+
+    def _place(self, message: messages.Submit, *, except_instance: str | None = None) -> Engine | None:
+        """Send a request to the engine that suits it best; None: nobody can take it."""
+        while True:
+            candidates = (engine for engine in self._serving() if engine.instance != except_instance)
+            engine = self._router.pick(candidates, message.prompt_token_ids, message.cache_salt)
+            # An engine that proves to be gone is removed; the next one is asked.
+            if engine is None or self._send_or_remove(engine, message):
+                return engine
 
     def _send(self, identity: bytes, message: messages.ToEngine) -> bool:
         """False when nobody is at the other end any more."""
@@ -241,7 +237,7 @@ class EngineClient:
         try:
             message = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
-            log.error("a message from an engine cannot be read and is ignored: %s%s", error, _other_version(payload))
+            log.error("a message from an engine cannot be read and is ignored: %s%s", error, other_version(payload))
             return
         if type(message) is Register:
             self._on_register(identity, message)
@@ -262,6 +258,9 @@ class EngineClient:
                     request.receive(output, now_s)
         elif type(message) is Heartbeat:
             engine.load = message.load
+        elif type(message) is Leaving:
+            engine.leaving = True
+            log.info("%s is leaving; %d requests are left there", engine.name, len(engine.requests))
         elif type(message) is Goodbye:
             self._remove(engine, f"{engine.name} ended" + (f": {message.error}" if message.error else ""))
 
@@ -269,20 +268,17 @@ class EngineClient:
 
     def _on_register(self, identity: bytes, register: Register):
         peers = [engine for engine in self.engines.values() if engine.identity != identity]
-        refusal = _refusal(register, peers)
+        refusal = refusal_of(register, peers)
         if refusal:
             log.error("refused engine %r rank %d (pid %d): %s", register.instance, register.dp_rank, register.pid, refusal)
             self._send(identity, messages.Stop())
             return
         place = (register.instance, register.dp_rank)
         for engine in list(self.engines.values()):
-            if engine.identity == identity or (engine.register.instance, engine.register.dp_rank) == place:
+            if engine.identity == identity or engine.place == place:
                 self._remove(engine, f"{engine.name} was replaced by a new one")
-        self._lost = {key: lost for key, lost in self._lost.items() if (lost.register.instance, lost.register.dp_rank) != place}
-        taken = {engine.label for engine in self.engines.values()}
-        label = str(register.dp_rank)
-        if label in taken:
-            label = f"{register.instance}-{register.dp_rank}"
+        self._lost = {key: lost for key, lost in self._lost.items() if lost.place != place}
+        label = self._label(place)
         stats = self.stats.setdefault(label, EngineStats())
         engine = self.engines[identity] = Engine(identity, register, label, stats)
         log.info("%s joined: %d pages of %d tokens", engine.name, register.num_pages, register.page_size)
@@ -292,9 +288,16 @@ class EngineClient:
         """The identity under which the rank of a heartbeat registered, empty if it did not."""
         place = (heartbeat.instance, heartbeat.dp_rank)
         for identity, engine in (*self.engines.items(), *self._lost.items()):
-            if (engine.register.instance, engine.register.dp_rank) == place:
+            if engine.place == place:
                 return identity
         return b""
+
+    def _label(self, place: tuple[str, int]) -> str:
+        """Of a rank's metrics, the same whenever it comes back: its number, with its instance's name if another one has the number."""
+        if place not in self._labels:
+            number = str(place[1])
+            self._labels[place] = f"{place[0]}-{number}" if number in self._labels.values() else number
+        return self._labels[place]
 
     def _readmit(self, identity: bytes) -> Engine | None:
         engine = self._lost.pop(identity, None)
@@ -306,47 +309,76 @@ class EngineClient:
         return engine
 
     def _check_silence(self):
-        self._checks = self._loop.call_later(self._silence_limit_s / CHECKS_PER_LIMIT, self._check_silence)
+        self._checks = self._loop.call_later(self._check_s, self._check_silence)
         self._read()
-        for engine in list(self.engines.values()):
+        for engine in (*self.engines.values(), *self._lost.values()):
             engine.silent_checks += 1
-            if engine.silent_checks > CHECKS_PER_LIMIT:
-                # What it still runs has no reader any more; the message waits in the socket should it only be suspended.
-                if engine.requests:
-                    self._send(engine.identity, messages.Abort(list(engine.requests)))
-                self._remove(engine, f"{engine.name} has been silent for {self._silence_limit_s:g} s")
-                self._lost[engine.identity] = engine
+        for engine in list(self.engines.values()):
+            if engine.silent_checks * self._check_s > self._silence_limit_s:
+                self._lose(engine)
+            elif engine.silent_checks >= PROBE_CHECKS:
+                self._send_or_remove(engine, messages.Abort([]))  # forgets nothing: the sending shows whether anybody is there
+        if self._quiet_checks is not None:
+            self._check_quiet(self._quiet_checks)
+
+    def _check_quiet(self, limit: float):
+        known = (*self.engines.values(), *self._lost.values())
+        quiet = {engine.instance for engine in known if engine.silent_checks > limit}
+        for instance in quiet - self._quiet:
+            log.warning("instance %r has been quiet for %g s and gets no requests", instance, limit * self._check_s)
+        if quiet != self._quiet:
+            self._quiet = quiet
+            self._notify()
+        for engine in list(self.engines.values()):
+            if engine.instance in quiet and (request_ids := self._retry(engine)):
+                self._send(engine.identity, messages.Abort(request_ids))
+
+    def _lose(self, engine: Engine):
+        """For silence; it may only be suspended. Where instances may be cut off, its peers cannot go on without it either."""
+        reason = f"{engine.name} has been silent for {self._silence_limit_s:g} s"
+        stuck = [engine]
+        if self._quiet_checks is not None:
+            stuck = [peer for peer in self.engines.values() if peer.instance == engine.instance]
+        for peer in stuck:
+            # What it still runs has no reader any more; the message waits in the socket should it only be suspended.
+            if peer.requests:
+                self._send(peer.identity, messages.Abort(list(peer.requests)))
+            if peer is not engine:
+                self._fail(peer, reason)
+        self._remove(engine, reason)
+        self._lost[engine.identity] = engine
 
     def _remove(self, engine: Engine, reason: str):
         if self.engines.pop(engine.identity, None) is None:
             return
-        (log.error if engine.requests else log.info)("%s; %d of its requests fail", reason, len(engine.requests))
+        self._fail(engine, reason)
+        self._notify()
+
+    def _fail(self, engine: Engine, reason: str):
+        """Send elsewhere what has not begun, end the rest with an error."""
+        num_retried = len(self._retry(engine))
+        num_failed = len(engine.requests)
+        (log.error if num_failed else log.info)("%s; %d of its requests fail, %d are sent elsewhere", reason, num_failed, num_retried)
         now_s = time.perf_counter()
         for request in list(engine.requests.values()):
             for index in list(request.open):
                 request.receive(SequenceOutput(request.request_id, index, [], finish_reason="error", error=reason), now_s)
-        self._notify()
+
+    def _retry(self, engine: Engine) -> list[str]:
+        """Send requests of which nothing has come back to another instance, unless that was done before; their ids."""
+        moved = []
+        for request in list(engine.requests.values()):
+            if self.draining or request.prefilled or request.retried:
+                continue
+            target = self._place(request.message, except_instance=engine.instance)
+            if target is None:
+                break
+            del engine.requests[request.request_id]
+            request.retry_at(target)
+            target.requests[request.request_id] = request
+            moved.append(request.request_id)
+        return moved
 
     def _notify(self):
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _refusal(register: Register, peers: list[Engine]) -> str:
-    if register.protocol_version != PROTOCOL_VERSION:
-        return f"it speaks protocol version {register.protocol_version}, this frontend speaks {PROTOCOL_VERSION}"
-    for peer in peers:
-        if peer.register.model_fingerprint != register.model_fingerprint:
-            return f"its model {register.model_fingerprint} is not the {peer.register.model_fingerprint} of {peer.name}"
-    return ""
-
-
-def _other_version(payload: bytes) -> str:
-    """A hint for messages that do not fit: a `Register` of another protocol version."""
-    try:
-        fields = msgspec.msgpack.decode(payload)
-    except (msgspec.MsgspecError, RecursionError):
-        return ""
-    if isinstance(fields, list) and len(fields) > 1 and fields[0] == "register" and fields[1] != PROTOCOL_VERSION:
-        return f" (it speaks protocol version {fields[1]!r}, this frontend speaks {PROTOCOL_VERSION})"
-    return ""

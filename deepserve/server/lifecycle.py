@@ -66,7 +66,12 @@ class Frontend:
     async def run(self, *, handle_signals: bool = True) -> int:
         self._loop = asyncio.get_running_loop()
         self._end = self._loop.create_future()
-        self.client = EngineClient(silence_limit_s=self.options.engine_silence_limit_s)
+        self.client = EngineClient(
+            bind=self.options.control_address,
+            silence_limit_s=self.options.engine_silence_limit_s,
+            quiet_limit_s=self.options.engine_quiet_limit_s,
+            secret=self.options.secret,
+        )
         try:
             self.state = ServerState(self.options, self.client)
             server = _Server(_uvicorn_config(self.state))
@@ -84,8 +89,8 @@ class Frontend:
             _say(f"listening on {self.url}")
             code, line = await self._end
             self.state.draining = True
-            if code == 0:
-                self.client.stop()  # ranks that other processes watch end by this
+            if code == 0 and self._spawn is not None:
+                self.client.stop()  # the instance ends with its frontend; others find the next one
             self.client.fail_all(line)  # error events instead of cut streams; after a drain there is nobody left
             server.should_exit = True
             await serving

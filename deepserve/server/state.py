@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from deepserve.control import check_secret
 from deepserve.engine.request import SamplingParams
 from deepserve.server.client import EngineClient
 from deepserve.text.chat import ChatTemplate
@@ -26,7 +27,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None  # file that replaces the model's own
     generation_config: str = "auto"  # "none": OpenAI's sampling defaults instead of the model's
     num_engines: int = 1  # that /ready waits for
-    engine_silence_limit_s: float = 10.0
+    control_address: str = "tcp://127.0.0.1:*"  # ZMQ address to listen on for engines; * any free port
+    secret: str = ""  # shared with the engines; needed where other machines reach the address
+    engine_silence_limit_s: float = 10.0  # then a rank's requests fail
+    engine_quiet_limit_s: float | None = None  # then its instance gets no new ones; None: where its death is seen otherwise
     max_body_bytes: int = 16 << 20
     body_timeout_s: float = 60.0  # a client that sends slower is refused: until then it is in flight, and a drain waits for it
     max_concurrent_requests: int = 4096
@@ -42,6 +46,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.shutdown_timeout_s is not None and not self.shutdown_timeout_s >= 0:
             raise ValueError(f"shutdown_timeout_s must be at least 0, got {self.shutdown_timeout_s}")
+        if self.secret:
+            check_secret(self.secret)
         if "" in self.api_key:
             raise ValueError("api_key is empty: leave it out to serve without a key")
         if "" in self.served_model_name:

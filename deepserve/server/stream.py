@@ -4,25 +4,36 @@ import asyncio
 from collections.abc import Callable
 
 from deepserve.engine.request import SequenceOutput
+from deepserve.messages import Submit
 from deepserve.server.stats import EngineStats
 
 
 class EngineRequest:
     """One request as sent to one engine. `open` holds the sequences that are not finished yet."""
 
-    __slots__ = ("engine", "last_s", "num_generated", "num_prompt", "open", "prefilled", "request_id", "start_s", "stats", "stream")
+    __slots__ = (
+        "engine", "last_s", "message", "num_generated", "num_prompt", "open", "prefilled", "request_id", "retried", "start_s", "stats",
+        "stream",
+    )  # fmt: skip
 
-    def __init__(self, *, request_id: str, engine, stats: EngineStats, stream: "OutputStream", num_prompt: int, n: int, start_s: float):
-        self.request_id = request_id
+    def __init__(self, *, message: Submit, engine, stream: "OutputStream", start_s: float):
+        self.message = message
+        self.request_id = message.request_id
         self.engine = engine
-        self.stats = stats
+        self.stats: EngineStats = engine.stats
         self.stream = stream
-        self.num_prompt = num_prompt
+        self.num_prompt = len(message.prompt_token_ids)
         self.prefilled = False  # something came back, so the prompt has been computed
+        self.retried = False
+        n = message.params.n
         self.open = set(range(n))
         self.num_generated = [0] * n
         self.start_s = start_s
         self.last_s: list[float | None] = [None] * n  # when the latest token of each sequence came
+
+    def retry_at(self, engine):
+        """Another engine runs it from the start, under the same id."""
+        self.engine, self.stats, self.retried = engine, engine.stats, True
 
     def receive(self, output: SequenceOutput, now_s: float):
         index = output.index

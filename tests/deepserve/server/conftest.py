@@ -20,8 +20,9 @@ import pytest
 import zmq
 
 import deepserve
+from deepserve.control import secure_client
 from deepserve.engine.request import PositionLogprobs, SequenceOutput
-from deepserve.messages import PROTOCOL_VERSION, Abort, Drain, Goodbye, Heartbeat, Load, Outputs, Register, Stop, Submit, ToEngine
+from deepserve.messages import PROTOCOL_VERSION, Abort, Drain, Goodbye, Heartbeat, Leaving, Load, Outputs, Register, Stop, Submit, ToEngine
 from deepserve.server.lifecycle import Frontend
 from deepserve.server.state import ServerOptions
 from deepserve.text.tokenizer import Tokenizer
@@ -35,7 +36,15 @@ class FakeEngine:
     """Runs in a thread. Every generated token comes from `reply`; `hold_after` tokens of a sequence it waits for `release`."""
 
     def __init__(
-        self, address: str, reply: list[int], *, eos: int = 1, hold_after: int | None = None, tokens_per_step: int = 1, **register
+        self,
+        address: str,
+        reply: list[int],
+        *,
+        eos: int = 1,
+        hold_after: int | None = None,
+        tokens_per_step: int = 1,
+        secret: str = "",
+        **register,
     ):
         self.reply = reply
         self.eos = eos
@@ -47,6 +56,7 @@ class FakeEngine:
         self.ended_by: str | None = None
         self.steps = 0
         self._address = address
+        self._secret = secret
         self._register = msgspec.structs.replace(REGISTER, **register)
         self._news = threading.Condition()
         self._ended = threading.Event()
@@ -78,6 +88,9 @@ class FakeEngine:
     def unmute(self):
         self._muted.clear()
 
+    def leave(self):
+        self._do(lambda: self._send(Leaving()))
+
     def goodbye(self, error: str = ""):
         self._do(lambda: self._send(Goodbye(error)))
         self.kill()
@@ -99,6 +112,7 @@ class FakeEngine:
         context = zmq.Context()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
+        secure_client(self._socket, self._secret)
         self._socket.connect(self._address)
         self._encoder = msgspec.msgpack.Encoder()
         decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deepserve import __version__
 from deepserve.engine.request import SamplingParams, SequenceOutput
-from deepserve.messages import Register
+from deepserve.messages import PROTOCOL_VERSION, Register
 from deepserve.server.client import EngineClient
 from deepserve.server.stats import Histogram
 from deepserve.server.stream import OutputStream
@@ -69,11 +69,11 @@ def test_other_models_are_refused(server, caplog):
 def test_junk_on_the_wire_is_ignored(server, caplog):
     caplog.set_level(logging.ERROR, "deepserve.server")
     engine = server.engine()
-    future = msgspec.msgpack.encode(["register", 2, "and", "something", "else"])
+    future = msgspec.msgpack.encode(["register", PROTOCOL_VERSION + 1, "and", "something", "else"])
     for junk in (b"", b"\xc1", b"\x93" * 3000, msgspec.msgpack.encode({"a": 1}), future):
         engine.send_raw(junk)
     assert server.http.post("/v1/completions", json=PROMPT).status_code == 200
-    assert "speaks protocol version 2" in caplog.text
+    assert f"speaks protocol version {PROTOCOL_VERSION + 1}" in caplog.text
 
 
 def test_a_new_engine_replaces_its_predecessor(server):
