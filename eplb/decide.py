@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eplb.pack import Layout
-from eplb.plan import OTHER_NODE, SAME_NODE, Plan
+from eplb.plan import OTHER_NODE, SAME_NODE, Moves, Plan, move_batches
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,32 @@ class Decision:
 def decide(plan: Plan, layout: Layout, costs: Costs, *, window_steps: int, horizon_steps: int, hysteresis: float) -> Decision:
     """Move a layer if what it saves within `horizon_steps` is above `hysteresis` times its cost.
 
-    window_steps: in how many steps the loads of the plan were counted. A layer's transfers run side by side on its ranks, and those from
-    the node beside those from outside; layers follow each other. All of a transfer's time counts as cost, as if nothing hid it.
+    window_steps: in how many steps the loads of the plan were counted. The cost is that of the layer moved alone, with nothing to hide it:
+    an upper bound.
     """
     gain_s = (plan.peak_before - plan.peak_after) / window_steps * costs.token_s * horizon_steps
-    cost_s = np.maximum(
-        _most_received(plan, layout, SAME_NODE) * (costs.expert_bytes / costs.node_bytes_per_s),
-        _most_received(plan, layout, OTHER_NODE) * (costs.expert_bytes / costs.network_bytes_per_s),
-    )
+    cost_s = _busiest_s(plan.moves.layer, plan.moves, len(plan.mean), layout, costs)
     return Decision(gain_s > hysteresis * cost_s, gain_s, cost_s)
 
 
-def _most_received(plan: Plan, layout: Layout, reach: int) -> np.ndarray:
-    """Experts that come to the busiest rank of each layer from so far, `[layers]`."""
-    chosen = plan.moves.reach == reach
-    keys = plan.moves.layer[chosen] * layout.num_ranks + plan.moves.target[chosen] // layout.slots_per_rank
-    return np.bincount(keys, minlength=len(plan.mean) * layout.num_ranks).reshape(-1, layout.num_ranks).max(-1)
+def migration_s(moves: Moves, layout: Layout, costs: Costs) -> float:
+    """Seconds of all transfers, with layers in batches as `eplb.migrate` moves them."""
+    batches = move_batches(moves, layout)
+    batch_of = {layer: index for index, batch in enumerate(batches) for layer in batch}
+    step = np.array([batch_of[layer] for layer in moves.layer.tolist()], np.int64)
+    return float(_busiest_s(step, moves, len(batches), layout, costs).sum())
+
+
+def _busiest_s(step: np.ndarray, moves: Moves, num_steps: int, layout: Layout, costs: Costs) -> np.ndarray:
+    """Seconds until the busiest rank has what moves to it in each step, `[num_steps]`; step `[num_moves]`.
+
+    What comes from a rank's node and what comes from outside travel side by side.
+    """
+
+    def most(reach: int) -> np.ndarray:
+        chosen = moves.reach == reach
+        keys = step[chosen] * layout.num_ranks + moves.target[chosen] // layout.slots_per_rank
+        return np.bincount(keys, minlength=num_steps * layout.num_ranks).reshape(num_steps, layout.num_ranks).max(-1)
+
+    near, far = most(SAME_NODE) / costs.node_bytes_per_s, most(OTHER_NODE) / costs.network_bytes_per_s
+    return np.maximum(near, far) * costs.expert_bytes

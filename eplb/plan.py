@@ -123,6 +123,23 @@ def find_moves(current: np.ndarray, phy2log: np.ndarray, layout: Layout) -> Move
     return Moves(layer, source, target, distance[target, source].astype(np.int64))
 
 
+def move_batches(moves: Moves, layout: Layout) -> list[list[int]]:
+    """Layers that can move together: in each batch, no rank is sent more experts than it has slots in one layer. First fit."""
+    ranks = moves.target // layout.slots_per_rank
+    batches: list[list[int]] = []
+    filled: list[np.ndarray] = []
+    for layer in np.unique(moves.layer).tolist():
+        incoming = np.bincount(ranks[moves.layer == layer], minlength=layout.num_ranks)
+        fitting = (index for index, before in enumerate(filled) if (before + incoming).max() <= layout.slots_per_rank)
+        index = next(fitting, len(batches))
+        if index == len(batches):
+            batches.append([])
+            filled.append(np.zeros(layout.num_ranks, np.int64))
+        batches[index].append(layer)
+        filled[index] += incoming
+    return batches
+
+
 def _num_copies(phy2log: np.ndarray, num_logical: int) -> np.ndarray:
     keys = phy2log + np.arange(len(phy2log))[:, None] * num_logical
     return np.bincount(keys.ravel(), minlength=len(phy2log) * num_logical).reshape(-1, num_logical)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eplb.decide import Costs, decide
+from eplb.decide import Costs, decide, migration_s
 from eplb.pack import Layout
 from eplb.plan import Moves, Plan
 
@@ -25,6 +25,15 @@ def test_gain_and_cost_in_seconds():
     assert decision.gain_s.tolist() == pytest.approx([5000 / 10 * 1e-6 * 1000, 0.0])
     assert decision.cost_s.tolist() == pytest.approx([2 * 0.1, 1.0])
     assert decision.layers.tolist() == [True, False]
+
+
+def test_layers_that_move_together_cost_less():
+    # Two layers of one expert from the node, to the same rank: they fill the buffer, and the third layer comes after them.
+    plan = made([1.0] * 4, [1.0] * 4, [(0, 0, 1), (2, 1, 1), (3, 0, 2), (3, 2, 1)])
+    assert migration_s(plan.moves, LAYOUT, COSTS) == pytest.approx(2 * 0.1 + 1.0)
+    # To different ranks: all at once.
+    plan = made([1.0] * 4, [1.0] * 4, [(0, 0, 1), (1, 2, 1), (3, 4, 1)])
+    assert migration_s(plan.moves, LAYOUT, COSTS) == pytest.approx(0.1)
 
 
 def test_hysteresis_and_horizon():

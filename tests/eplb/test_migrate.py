@@ -9,7 +9,7 @@ import torch
 
 from eplb.migrate import Migration
 from eplb.pack import Layout
-from eplb.plan import find_moves
+from eplb.plan import find_moves, move_batches
 from hw.groups import Group, PeerLost, Rendezvous
 from tests.hw.ranks import Died, Ranks
 
@@ -47,19 +47,19 @@ class Counted:
         return self._group.all_to_all(x, send, receive)
 
 
-def migrate(rendezvous, rank: int, layout: Layout, current: np.ndarray, wanted: np.ndarray, slice_bytes: int) -> tuple[list[int], int]:
-    """Layers in order of completion, and the most bytes at a time; asserts on the way."""
+def migrate(
+    rendezvous, rank: int, layout: Layout, current: np.ndarray, wanted: np.ndarray, slice_bytes: int
+) -> tuple[list[list[int]], int]:
+    """Batches in order of completion, and the most bytes at a time; asserts on the way."""
     group = Counted(world(rendezvous, rank, layout.num_ranks))
     mine = slice(rank * layout.slots_per_rank, (rank + 1) * layout.slots_per_rank)
     weights = {layer: held(layer, current[layer, mine].tolist()) for layer in range(LAYERS)}
     addresses = {layer: [tensor.data_ptr() for tensor in tensors] for layer, tensors in weights.items()}
     migration, order = Migration(weights, find_moves(current, wanted, layout), layout, group, slice_bytes=slice_bytes), []
     while not migration.done:
-        layer = migration.advance()
-        if layer is not None:
-            order.append(layer)
+        order += [batch] if (batch := migration.advance()) else []
         for one in range(LAYERS):
-            placement = wanted if one in order else current
+            placement = wanted if any(one in batch for batch in order) else current
             assert same(weights[one], held(one, placement[one, mine].tolist())), (rank, one, order)
     assert addresses == {layer: [tensor.data_ptr() for tensor in tensors] for layer, tensors in weights.items()}
     return order, group.most
@@ -85,7 +85,8 @@ def test_every_slot_gets_its_expert(ranks: Ranks):
         current, wanted = random_map(layout), random_map(layout)
         wanted[1] = current[1]  # a layer without moves
         for order, most in ranks.run(migrate, layout, current, wanted, slice_bytes):
-            assert order == [0, 2] and 0 < most <= slice_bytes
+            assert order == move_batches(find_moves(current, wanted, layout), layout) and 0 < most <= slice_bytes
+            assert [layer for batch in order for layer in batch] == [0, 2]
 
 
 def test_moves_inside_a_rank_use_no_wire(ranks: Ranks):
@@ -93,7 +94,15 @@ def test_moves_inside_a_rank_use_no_wire(ranks: Ranks):
     current = np.tile([[2 * rank, 2 * rank + 1, 2 * rank] for rank in range(ranks.size)], (LAYERS, 1, 1)).reshape(LAYERS, -1)
     wanted = current.reshape(LAYERS, -1, 3)[:, :, [1, 0, 1]].reshape(LAYERS, -1)  # all change, two of them in exchange
     for order, most in ranks.run(migrate, layout, current, wanted, SLICE_BYTES):
-        assert order == [0, 1, 2] and most == 0
+        assert order == [[0], [1], [2]] and most == 0
+
+
+def test_layers_that_fit_the_buffer_move_together(ranks: Ranks):
+    layout = Layout(num_logical=2 * ranks.size, num_ranks=ranks.size, slots_per_rank=2)
+    current = np.tile(np.arange(2 * ranks.size), (LAYERS, 1))
+    wanted = current.copy()
+    wanted[:, [0, 2]] = wanted[:, [2, 0]]  # one expert to each of two ranks; two layers fill the buffer
+    assert [order for order, _ in ranks.run(migrate, layout, current, wanted, SLICE_BYTES)] == [[[0, 1], [2]]] * ranks.size
 
 
 def test_no_moves():
@@ -108,7 +117,7 @@ def test_one_rank_alone():
     current, wanted = np.array([[0, 1, 2, 2]]), np.array([[1, 0, 2, 1]])
     weights = {0: held(0, current[0].tolist())}
     migration = Migration(weights, find_moves(current, wanted, layout), layout, Group("alone", [0], 0, None), slice_bytes=10)
-    assert migration.advance() == 0 and migration.done
+    assert migration.advance() == [0] and migration.done
     assert same(weights[0], held(0, wanted[0].tolist()))
 
 

@@ -4,7 +4,19 @@ import numpy as np
 import pytest
 
 from eplb.pack import Layout, rebalance, replicate
-from eplb.plan import OTHER_NODE, SAME_NODE, SAME_RANK, Plan, _renumber, align_slots, balancedness, find_moves, plan, rank_loads
+from eplb.plan import (
+    OTHER_NODE,
+    SAME_NODE,
+    SAME_RANK,
+    Plan,
+    _renumber,
+    align_slots,
+    balancedness,
+    find_moves,
+    move_batches,
+    plan,
+    rank_loads,
+)
 from eplb.search import Search
 
 V3 = {
@@ -122,6 +134,20 @@ def test_sources_are_near_and_take_turns():
     # Two targets, two holders on the same node: one each.
     shared = find_moves(np.array([[0, 0, 1, 2, 3, 4, 1, 2]]), np.array([[0, 0, 0, 2, 3, 0, 1, 2]]), Layout(5, 8, 1))
     assert shared.target.tolist() == [2, 5] and shared.source.tolist() == [0, 1]
+
+
+def test_batches_fill_one_layers_slots():
+    layout = Layout(4, 2, 2)
+    current = np.tile([0, 1, 2, 3], (5, 1))
+    wanted = current.copy()
+    wanted[0] = [0, 2, 1, 3]  # one to each rank
+    wanted[1] = [0, 2, 1, 3]
+    wanted[2] = [0, 2, 1, 3]
+    wanted[3] = [2, 3, 0, 1]  # two to each
+    wanted[4] = [0, 2, 1, 3]
+    moves = find_moves(current, wanted, layout)
+    assert move_batches(moves, layout) == [[0, 1], [2, 4], [3]]
+    assert move_batches(find_moves(current, current, layout), layout) == []
 
 
 def test_slots_are_aligned():
