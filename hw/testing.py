@@ -28,6 +28,13 @@ def available_backends() -> list[str]:
     return [name for name in select.NAMES if name in present]
 
 
+def num_devices(name: str) -> int:
+    """How many ranks a backend could run here, each with a device of its own; CPU ranks share one."""
+    if name == "cpu" or name not in available_backends():
+        return int(name == "cpu")
+    return torch.accelerator.device_count()
+
+
 @contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
     """Raises RuntimeError where torch itself would wait for the device; waits on events, and inside other libraries, pass."""

@@ -1,11 +1,18 @@
-"""The CUDA backend: one Hopper GPU a rank. Library kernels where their shapes fit, elsewhere Triton kernels of ours and composites."""
+"""The CUDA backend: one Hopper GPU a rank, all on one machine.
+
+Library kernels where their shapes fit, elsewhere Triton kernels of ours and composites.
+"""
+
+from types import ModuleType
 
 import torch
 import triton
 
-from hw.api import Backend, Unsupported
+from hw.api import Backend, Collectives, ExpertComm, Unsupported
+from hw.cuda.deep_ep import DeepEpComm
 from hw.cuda.expert_comm import LocalExpertComm
 from hw.cuda.kernel_cache import KernelCache
+from hw.cuda.nccl import NcclGroup
 from hw.cuda.ops import CudaOps
 from hw.cuda.rules import FACTS
 from hw.cuda.runtime import CudaRuntime
@@ -20,16 +27,17 @@ def open_cuda(
     num_threads: int | None,
     kernel_cache_dir: str | None,
 ) -> Backend:
-    """One rank on the current GPU. `num_threads` sets torch's thread count of the process.
+    """One rank, on the current GPU if it is alone, else on the one with its number among the ranks of its machine. Collective.
 
-    Raises Unsupported for what this backend cannot promise, and where the GPU or a library is missing.
+    `num_threads` sets torch's thread count of the process. Raises Unsupported for what this backend cannot promise, and where a GPU or a
+    library is missing.
     """
     if batch_invariant:
         raise Unsupported("cuda: batch_invariant, since FlashMLA picks its splits, and cuBLAS its kernels, from the batch")
-    if groups.world.size > 1:
-        raise Unsupported(f"cuda: {groups.world.size} ranks, since this backend has no collectives yet; it runs dp 1, tp 1")
     if not torch.cuda.is_available():
         raise Unsupported("cuda: torch sees no GPU")
+    if groups.world.size > 1:
+        _take_gpu(groups)
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         raise Unsupported(f"cuda: a GPU of compute capability {major}.{minor}; FlashMLA's dense decode and these DeepGEMM calls need 9.0")
@@ -42,12 +50,15 @@ def open_cuda(
     versions = (torch.__version__, torch.version.cuda, triton.__version__, deep_gemm.__version__)
     kernel_cache = KernelCache(kernel_cache_dir, (card.name, card.multi_processor_count, *versions))
     kernel_cache.use()
+    comm, tp = _over_ranks(groups, max_dispatch_tokens_per_rank)
     return Backend(
         name="cuda",
         ops=CudaOps(flash_mla=flash_mla, deep_gemm=deep_gemm),
-        runtime=CudaRuntime(torch.device("cuda", torch.cuda.current_device()), kernel_cache),
-        expert_comm=LocalExpertComm(max_dispatch_tokens_per_rank),
-        tp=groups.tp,
+        runtime=CudaRuntime(
+            torch.device("cuda", torch.cuda.current_device()), kernel_cache, groups.world if groups.world.size > 1 else None
+        ),
+        expert_comm=comm,
+        tp=tp,
         keeps_fp8=FACTS.keeps_fp8,
     )
 
@@ -59,3 +70,30 @@ def _libraries():
     except ImportError as error:
         raise Unsupported(f"cuda: the kernel libraries of the `cuda` extra do not load: {error}") from error
     return flash_mla, deep_gemm
+
+
+def _take_gpu(groups: Groups) -> None:
+    parallel, rank = groups.parallel, groups.rank
+    if parallel.nodes > 1:
+        raise Unsupported(f"cuda: ranks on {parallel.nodes} machines, since experts are reached over NVLink only")
+    if parallel.num_ranks > torch.cuda.device_count():
+        raise Unsupported(f"cuda: {parallel.num_ranks} ranks on a machine with {torch.cuda.device_count()} GPUs, each rank needs its own")
+    torch.cuda.set_device(rank)
+
+
+def _over_ranks(groups: Groups, max_dispatch_tokens_per_rank: int) -> tuple[ExpertComm, Collectives]:
+    """How this rank reaches experts, and the other ranks of its TP group."""
+    if groups.world.size == 1:
+        return LocalExpertComm(max_dispatch_tokens_per_rank), groups.tp
+    everyone = NcclGroup("ep", groups.ep.ranks, groups.rank, groups.rendezvous)
+    same = groups.tp.ranks == groups.ep.ranks
+    tp = everyone if same else NcclGroup(groups.tp.name, groups.tp.ranks, groups.rank, groups.rendezvous)
+    return DeepEpComm(_deep_ep(), groups.ep, everyone, max_dispatch_tokens_per_rank), tp
+
+
+def _deep_ep() -> ModuleType:
+    try:
+        import deep_ep
+    except ImportError as error:
+        raise Unsupported(f"cuda: DeepEP, or the NVSHMEM that it needs, of the `cuda` extra does not load: {error}") from error
+    return deep_ep

@@ -1,5 +1,6 @@
 """One GPU as a device."""
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +10,10 @@ from hw.api import MemoryInfo, T
 from hw.cuda.kernel_cache import KernelCache
 from hw.cuda.rules import FACTS
 from hw.cuda.warm_up import warm_up
+from hw.groups import Group, PeerLost
 from hw.rules import ModelShapes
+
+_POLL_S = 2e-5
 
 
 class CudaRuntime:
@@ -18,8 +22,9 @@ class CudaRuntime:
     captures = True
     runs_ahead = True
 
-    def __init__(self, device: torch.device, kernel_cache: KernelCache):
-        self.device, self._kernel_cache = device, kernel_cache
+    def __init__(self, device: torch.device, kernel_cache: KernelCache, peers: Group | None = None):
+        """peers: ranks whose work this one's waits for; a wait longer than their timeout raises PeerLost."""
+        self.device, self._kernel_cache, self._peers = device, kernel_cache, peers
         self._pool: tuple[int, int] | None = None  # memory that all graphs share; the first one captured must be the largest
 
     def memory(self) -> MemoryInfo:
@@ -45,15 +50,7 @@ class CudaRuntime:
         return torch.from_numpy(np.ascontiguousarray(array)).pin_memory().to(self.device, non_blocking=True)
 
     def download(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True) for tensor in tensors]
-        done = torch.cuda.Event()
-        done.record()
-
-        def wait() -> list[torch.Tensor]:
-            done.synchronize()
-            return copies
-
-        return wait
+        return download(tensors, self._peers)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -70,7 +67,8 @@ class CudaRuntime:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # NCCL has threads of its own that look at events meanwhile; only what this one does is recorded.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
         self._pool = graph.pool()
 
@@ -79,3 +77,24 @@ class CudaRuntime:
             return result
 
         return replay
+
+
+def download(tensors: list[torch.Tensor], peers: Group | None) -> Callable[[], list[torch.Tensor]]:
+    """See `hw.api.Runtime`. peers: whom the queued work may wait for; if one is later than the timeout, the wait raises PeerLost."""
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True) for tensor in tensors]
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> list[torch.Tensor]:
+        if peers is None:
+            done.synchronize()
+            return copies
+        # A kernel waits for a peer for ever; the host does not.
+        deadline = time.monotonic() + peers.timeout_s
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise PeerLost(f"group {peers.name!r}: the device still waits for a peer after {peers.timeout_s:g} s")
+            time.sleep(_POLL_S)
+        return copies
+
+    return wait
