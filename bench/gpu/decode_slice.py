@@ -1,10 +1,10 @@
-"""Decode speed of DeepSeek-V3's geometry on one GPU, through the whole engine: scheduler, captured steps, sampling.
+"""Decode speed of DeepSeek-V3's geometry, through the whole engine: scheduler, captured steps, sampling, and votes if there are ranks.
 
-    python bench/gpu/decode_slice.py [--num-seqs 1 64 128 256] [--context 4096] [--steps 64] [--layers 61] [--no-breakdown] [--json FILE]
+    python bench/gpu/decode_slice.py [--dp 1] [--num-seqs 1 64 128 256] [--context 4096] [--steps 64] [--layers 61] [--breakdown] [--json F]
 
-All 61 layers with FP8 dummy weights, but 8 routed experts, top 8: at batch b every expert gets b tokens, the load per expert of a
-wide expert-parallel deployment in which each rank holds a few experts. What the slice leaves out: dispatch and combine between ranks and
-machines, and the imbalance of real routing.
+All 61 layers with FP8 dummy weights, but 8 routed experts for each GPU, top 8: at batch b on each GPU an expert gets b tokens, on one GPU
+exactly and on several on average, the load per expert of a wide expert-parallel deployment in which each rank holds a few experts. What
+the slice leaves out: dispatch and combine between machines, on one GPU between any ranks, and most of the imbalance of real routing.
 
 The context is not computed: random latents are put into the pages and published as if prompts had been computed before, so each sequence
 starts from a prefix hit and the first step computes its last page only.
@@ -27,12 +27,14 @@ from pathlib import Path
 import torch
 from breakdown import breakdown
 from gpu_trace import trace
+from ranks import Stepper, run_ranks
 
 from deepserve.config import EngineArgs
 from deepserve.engine.engine import Engine, resolve
-from deepserve.engine.lockstep import expert_step
 from deepserve.engine.request import SamplingParams, validate
 from deepserve.messages import Submit
+from hw.groups import Groups
+from hw.topology import ParallelConfig
 
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
@@ -51,17 +53,18 @@ V3 = {
 RECORDED_128 = {"mla_decode": 232, "linear 2112 x 7168": 18, "linear 24576 x 1536": 23, "linear 7168 x 16384": 51}
 
 
-def make_engine(folder: Path, args: argparse.Namespace) -> Engine:
-    (folder / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": args.layers}))
+def make_engine(folder: Path, groups: Groups, args: argparse.Namespace) -> Engine:
+    (folder / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": args.layers, "n_routed_experts": 8 * args.dp}))
     most = max(args.num_seqs)
     max_model_len = -(-(args.context + args.steps + 96) // 64) * 64
     options = {
         "model": str(folder), "device": args.device, "load_format": "dummy", "max_model_len": max_model_len, "max_num_seqs": most,
         "max_num_batched_tokens": max(2048, 64 * most), "max_dispatch_tokens_per_rank": most, "num_pages": most * max_model_len // 64,
+        "data_parallel_size": args.dp,
     }  # fmt: skip
     if args.device == "cpu":  # a rehearsal
         options |= {"graphs": True, "async_scheduling": True, "weight_format": "fp8", "dtype": "float32"}
-    return Engine(resolve(EngineArgs(**options)))
+    return Engine(resolve(EngineArgs(**options)), groups)
 
 
 def pretend_computed(engine: Engine, prompt: list[int]) -> None:
@@ -75,27 +78,26 @@ def pretend_computed(engine: Engine, prompt: list[int]) -> None:
     pages.release(taken)
 
 
-def measure(engine: Engine, num_seqs: int, args: argparse.Namespace) -> dict:
-    """Median time of a decode step of `num_seqs` sequences, and where it goes."""
-    rng = random.Random(num_seqs)
+def measure(stepper: Stepper, num_seqs: int, args: argparse.Namespace) -> dict:
+    """Median time of a decode step of `num_seqs` sequences on each rank, and where it goes."""
+    engine = stepper.engine
+    rng = random.Random(1000 * engine.groups.rank + num_seqs)
     for i in range(num_seqs):
         prompt = [rng.randrange(2, V3["vocab_size"]) for _ in range(args.context + 1)]
         pretend_computed(engine, prompt)
         params = SamplingParams(temperature=0.0, max_tokens=args.steps + 48, ignore_eos=True)
         engine.submit(Submit(f"{num_seqs}-{i}", prompt, validate(prompt, params, engine.limits)))
     while len(engine.scheduler.running) < num_seqs or engine.scheduler.waiting:
-        engine.step()
+        stepper.step()
     for _ in range(8):
-        engine.step()
+        stepper.step()
     times, host = [], []
     for _ in range(args.steps):
         started = time.perf_counter()
-        plan = engine.plan()
-        planned = time.perf_counter()
-        engine.run(plan, expert_step([plan.num_tokens], args.cap))
+        stepper.step()
         times.append(time.perf_counter() - started)
-        host.append(planned - started)
-    inside = look_inside(engine, args) if args.breakdown else {}
+        host.append(stepper.plan_s)
+    inside = look_inside(stepper) if args.breakdown else {}
     engine.abort([f"{num_seqs}-{i}" for i in range(num_seqs)])
     engine.collect()
     engine.pages.forget_cached()
@@ -104,17 +106,13 @@ def measure(engine: Engine, num_seqs: int, args: argparse.Namespace) -> dict:
     return figures | inside
 
 
-def look_inside(engine: Engine, args: argparse.Namespace) -> dict:
-    """Host gap, time of stages and of ops alone, in milliseconds a step."""
-
-    def step() -> None:
-        plan = engine.plan()
-        engine.run(plan, expert_step([plan.num_tokens], args.cap))
-
-    found = trace(step, 8)
-    parts = breakdown(engine, step)
+def look_inside(stepper: Stepper) -> dict:
+    """Host gap, time of stages and of ops alone, in milliseconds a step; with several ranks what the way to experts and back takes."""
+    found = trace(stepper.step, 8)
+    parts = breakdown(stepper.engine, stepper.step)
     alone = {": ".join(key): ms for key, ms in parts.alone.items()}
     inside = {"host_gap_ms": found.host_gap_ms, "busy_ms": found.busy_ms, "stages_ms": parts.stages, "alone_ms": parts.alone_ms}
+    inside["between_ranks_ms"] = sum(ms for name, _, ms in found.kernels if "deep_ep" in name or "nccl" in name)
     return inside | {"ops_alone_ms": alone, "table": parts.table()}
 
 
@@ -129,8 +127,44 @@ def print_inside(rows: list[dict], num_layers: int) -> None:
             print("  design page: all kernels of a step of 61 layers at 128 sequences together: about 33 ms")
 
 
+def run(groups: Groups, args: argparse.Namespace) -> None:
+    """One rank; the first prints."""
+    started, prints = time.perf_counter(), groups.rank == 0
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(Path(folder), groups, args)
+    for cache in engine.runner.caches:
+        cache.normal_(std=0.5)
+    stepper = Stepper(engine)
+    start_s = time.perf_counter() - started
+    card = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
+    if prints:
+        print(f"{card} x {args.dp}, torch {torch.__version__}, {args.layers} layers, context {args.context}, start {start_s:.1f} s")
+        print(engine.memory.table())
+        gpu = "" if args.dp == 1 else "/GPU"
+        print(
+            f"{'sequences' + gpu:>14}{'step, ms':>12}{'plan, ms':>12}{'tokens/s' + gpu:>14}{'host gap, ms':>15}{'between ranks, ms':>19}"
+            f"{'ops alone, ms':>16}{'step / alone':>15}"
+        )
+    rows = []
+    for num_seqs in args.num_seqs:
+        rows.append(measure(stepper, num_seqs, args))
+        row = rows[-1]
+        cells = f"{row['step_ms']:>12.2f}{row['plan_ms']:>12.2f}{row['tokens_per_s']:>14.0f}"
+        if "alone_ms" in row:
+            cells += f"{row['host_gap_ms']:>15.3f}{row['between_ranks_ms']:>19.2f}{row['alone_ms']:>16.2f}"
+            cells += f"{row['step_ms'] / row['alone_ms']:>15.2f}"
+        if prints:
+            print(f"{num_seqs:>14}{cells}", flush=True)
+    if prints:
+        print_inside(rows, args.layers)
+    if prints and args.json:
+        result = {"card": card, "dp": args.dp, "torch": torch.__version__, "start_s": start_s, "rows": rows}
+        Path(args.json).write_text(json.dumps(result, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dp", type=int, default=1, help="ranks, each with a GPU and as many sequences")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64, 128, 256])
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=64)
@@ -139,28 +173,7 @@ def main() -> None:
     parser.add_argument("--breakdown", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--json")
     args = parser.parse_args()
-    args.cap = max(args.num_seqs)
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(Path(folder), args)
-    for cache in engine.runner.caches:
-        cache.normal_(std=0.5)
-    start_s = time.perf_counter() - started
-    card = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
-    print(f"{card}, torch {torch.__version__}, {args.layers} layers, context {args.context}, start {start_s:.1f} s")
-    print(engine.memory.table())
-    rows = []
-    print(f"{'sequences':>10}{'step, ms':>12}{'plan, ms':>12}{'tokens/s':>12}{'host gap, ms':>15}{'ops alone, ms':>16}{'step / alone':>15}")
-    for num_seqs in args.num_seqs:
-        rows.append(measure(engine, num_seqs, args))
-        row = rows[-1]
-        cells = f"{row['step_ms']:>12.2f}{row['plan_ms']:>12.2f}{row['tokens_per_s']:>12.0f}{row.get('host_gap_ms', 0.0):>15.3f}"
-        alone = row.get("alone_ms")
-        cells += f"{alone:>16.2f}{row['step_ms'] / alone:>15.2f}" if alone else ""
-        print(f"{num_seqs:>10}{cells}", flush=True)
-    print_inside(rows, args.layers)
-    if args.json:
-        Path(args.json).write_text(json.dumps({"card": card, "torch": torch.__version__, "start_s": start_s, "rows": rows}, indent=1))
+    run_ranks(ParallelConfig(dp=args.dp), run, args)
 
 
 if __name__ == "__main__":
