@@ -41,6 +41,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # of dummy weights
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    num_nodes: int = 1  # machines that the ranks are spread over evenly, rank by rank
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -116,7 +117,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"on_rank_death must be one of {', '.join(RANK_DEATH_POLICIES)}, got {args.on_rank_death!r}")
         if not 0.0 < args.step_timeout_s < float("inf"):
             raise ValueError(f"step_timeout_s must be a number above 0, got {args.step_timeout_s}")
-        parallel = ParallelConfig(dp=args.data_parallel_size, tp=args.tensor_parallel_size)
+        parallel = ParallelConfig(dp=args.data_parallel_size, tp=args.tensor_parallel_size, nodes=args.num_nodes)
         return cls(
             args=args,
             model_path=model_path,

@@ -1,19 +1,89 @@
-"""Command line of cluster tools: `python -m launch preflight [--model FOLDER]`."""
+"""Command line of cluster tools: `python -m launch render | up | slurm | k8s | preflight`."""
 
 import argparse
+import socket
 import sys
 from pathlib import Path
 
+from launch.cluster import Cluster, load
+from launch.commands import commands, render
 from launch.preflight import preflight
+from launch.supervise import Supervisor
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch")
-    commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("preflight", help="check packages, library versions and the model folder of this machine")
+    flags = _parser().parse_args(argv)
+    try:
+        return flags.run(flags)
+    except ValueError as error:
+        print(f"deepserve: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m launch", description="Clusters of deepserve.")
+    subs = parser.add_subparsers(required=True)
+
+    def command(name: str, run, help: str) -> argparse.ArgumentParser:
+        sub = subs.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        return sub
+
+    def with_cluster(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub.add_argument("cluster", type=Path, help="cluster file")
+        sub.add_argument("--hosts", type=lambda text: text.split(","), help="replaces the file's hosts: a,b,c")
+        return sub
+
+    with_cluster(command("render", _render, "print for each host what to start there"))
+    up = with_cluster(command("up", _up, "start this host's share and watch it"))
+    up.add_argument("--host", help="which of the hosts this is; default: the one whose address this machine has")
+    check = command("preflight", _preflight, "check packages, library versions and the model folder of this machine")
     check.add_argument("--model", type=Path, help="checkpoint folder; default: the shipped model")
-    args = parser.parse_args(argv)
-    return preflight(args.model)
+    return parser
+
+
+def _render(flags: argparse.Namespace) -> int:
+    print(render(load(flags.cluster, flags.hosts)))
+    return 0
+
+
+def _up(flags: argparse.Namespace) -> int:
+    cluster = load(flags.cluster, flags.hosts)
+    cluster.check_roles()
+    cluster.secret()  # a bad one is told once, here
+    host = _this_host(cluster, flags.host)
+    share = commands(cluster, host)
+    if not share:
+        raise ValueError(f"{cluster.path} has nothing to run on {host}")
+    limits = cluster.supervision
+    return Supervisor(share, log_dir=cluster.log_dir, max_restarts=limits.max_restarts, stop_timeout_s=limits.stop_timeout_s).run()
+
+
+def _preflight(flags: argparse.Namespace) -> int:
+    return preflight(flags.model)
+
+
+def _this_host(cluster: Cluster, named: str | None) -> str:
+    """Raises ValueError."""
+    if named is not None:
+        if named not in cluster.hosts:
+            raise ValueError(f"--host {named} is none of the hosts {', '.join(cluster.hosts)}")
+        return named
+    mine = [host for host in cluster.hosts if _is_mine(host)]
+    if len(mine) != 1:
+        which = f"{', '.join(mine)} are all" if mine else f"none of {', '.join(cluster.hosts)} is"
+        raise ValueError(f"{which} this machine: say which one it is with --host")
+    return mine[0]
+
+
+def _is_mine(host: str) -> bool:
+    """Whether this machine has the address: only then can it listen there."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((socket.gethostbyname(host), 0))
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

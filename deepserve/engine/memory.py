@@ -52,7 +52,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, runtime: Runtime, weight_
         limit_bytes = args.kv_cache_memory_bytes
     else:
         # Ranks that share this memory share what is free.
-        spare = int(free_bytes * args.memory_utilization) // runtime.num_sharing(config.parallel.num_ranks) - workspace_bytes
+        spare = int(free_bytes * args.memory_utilization) // runtime.num_sharing(config.parallel.ranks_per_node) - workspace_bytes
         limit_bytes = max(0, min(spare, runtime.default_cache_bytes() or spare, useful_bytes))
     num_pages = args.num_pages if args.num_pages is not None else limit_bytes // page_bytes
     budget = MemoryBudget(memory.total_bytes, free_bytes, weight_bytes, workspace_bytes, page_bytes, limit_bytes, num_pages)

@@ -19,7 +19,9 @@ class Served:
     """One `deepserve serve` on a free port, ready when made. A context manager; leaving it kills what still lives."""
 
     def __init__(self, *flags: str, model: str | Path = "deepserve-tiny", wait_ready: bool = True, launcher: Sequence[str] = SERVE):
-        command = [sys.executable, *launcher, str(model), "--port", "0", *flags]
+        self.start([sys.executable, *launcher, str(model), "--port", "0", *flags], wait_ready=wait_ready)
+
+    def start(self, command: Sequence[str], *, wait_ready: bool) -> None:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._news = threading.Condition()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from deepserve.config import EngineArgs
-from launch.worker import NEEDED, Guardian
+from launch.worker import NEEDED, Guardian, Membership, own_address
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 WAIT_S = 60.0
@@ -59,3 +59,29 @@ def test_a_guardian_never_loads_torch():
     """It is there to see a rank die; it shares none of what a rank can die of."""
     code = "import sys, launch.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=WAIT_S).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("secret", "instance", "sentence"),
+    [("0" * 32, "nobody", "has no instance 'nobody'; it has: unified0"), ("short", "unified0", "the secret has 5 characters")],
+)
+def test_cluster_files_are_checked_first(tmp_path, secret: str, instance: str, sentence: str):
+    path = tmp_path / "cluster.toml"
+    path.write_text('secret_file = "secret"\n[[unified]]\n')
+    (tmp_path / "secret").write_text(secret)
+    ended = worker("--cluster", str(path), "--instance", instance, environment=TORCHRUN)
+    assert ended.returncode == 1 and sentence in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_members_of_a_cluster_follow_its_frontend():
+    member = Membership("unified0", "unified", "tcp://127.0.0.1:1", "", 15.0)
+    guardians = [Guardian(EngineArgs(data_parallel_size=4), {**TORCHRUN, "RANK": str(rank)}, member) for rank in range(4)]
+    assert all(guardian.follows for guardian in guardians)
+
+
+def test_the_address_that_peers_reach():
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"MASTER_ADDR 'localhost' is 127.0.0.1 on this machine, which others cannot reach"):
+        own_address("localhost")
+    with pytest.raises(ValueError, match=r"no way from this machine to MASTER_ADDR 'no.such.name.invalid'"):
+        own_address("no.such.name.invalid")
