@@ -93,7 +93,6 @@ class ModelShapes:
     top_k: int  # experts of a token
     max_rows: int  # most tokens of a step
     max_low_latency_rows: int  # most tokens of a step that reaches experts in the masked layout
-    captured: tuple[int, ...] = ()  # tokens of each captured step
     num_ranks: int = 1
 
 

@@ -25,8 +25,8 @@ def products(model: Decoder) -> dict[str, Matrix]:
     return found | {"head": model.head}
 
 
-def model_shapes(config: EngineConfig, model: Decoder, captured: tuple[int, ...] = ()) -> ModelShapes:
-    """Of this rank's part of the model, and of its steps. captured: tokens of each captured step."""
+def model_shapes(config: EngineConfig, model: Decoder) -> ModelShapes:
+    """Of this rank's part of the model, and of its steps."""
     args, mla, moe = config.args, config.model.mla, config.model.moe
     heads = mla.num_heads // config.parallel.tp
     return ModelShapes(
@@ -36,6 +36,5 @@ def model_shapes(config: EngineConfig, model: Decoder, captured: tuple[int, ...]
         top_k=1 if moe is None else moe.top_k,
         max_rows=args.max_num_batched_tokens,
         max_low_latency_rows=min(args.max_num_batched_tokens, args.max_dispatch_tokens_per_rank),
-        captured=captured,
         num_ranks=config.parallel.num_ranks,
     )

@@ -1,4 +1,4 @@
-"""The folder in which compiled kernels outlast the process: `deep_gemm/`, `triton/`, and a note of what has been compiled.
+"""The folder in which compiled kernels outlast the process: `deep_gemm/`, with a note of what has been compiled ahead, and `triton/`.
 
 It holds no paths of its own machine: a copy serves on any machine with the same GPU, libraries and compiler.
 """
@@ -29,16 +29,15 @@ class KernelCache:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Unsupported(f"cuda: the kernel cache {self.folder} cannot be made: {error.strerror}") from None
-        digest = hashlib.sha256(repr(facts).encode())
-        for path in sorted(Path(__file__).parent.glob("*.py")):  # our own choices and kernels change as well
-            digest.update(path.read_bytes())
-        self._note = self.folder / f"compiled-{digest.hexdigest()[:16]}.json"
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        self._kernels = self.folder / "deep_gemm"
+        self._note = self._kernels / "cache" / f"compiled-{digest}.json"  # beside the kernels it speaks of
 
     def use(self) -> None:
         """Point the libraries to the folder. DeepGEMM reads the environment, once a process, when it first compiles."""
         import triton
 
-        os.environ["DG_JIT_CACHE_DIR"] = str(self.folder / "deep_gemm")
+        os.environ["DG_JIT_CACHE_DIR"] = str(self._kernels)
         triton.knobs.cache.dir = str(self.folder / "triton")
 
     @contextmanager
@@ -59,6 +58,7 @@ class KernelCache:
         done = self._noted()
         for product, rows in compiled.items():
             done[product] = sorted(rows | set(done.get(product, ())))
+        self._note.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._note.with_suffix(".new")
         fresh.write_text(json.dumps(done))
         fresh.replace(self._note)
