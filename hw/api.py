@@ -117,6 +117,19 @@ class GateRule:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """Physical copies of each logical expert. Tokens take those of an expert in turn, by their row in the batch."""
+
+    slots: torch.Tensor  # [E, width] int64, physical experts, filled up with the first
+    counts: torch.Tensor  # [E] int64, how many are real
+
+    def physical(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """topk_idx `[T, k]` logical -> `[T, k]` physical."""
+        rows = torch.arange(topk_idx.shape[0], device=topk_idx.device)[:, None]
+        return self.slots[topk_idx, rows % self.counts[topk_idx]]
+
+
+@dataclass(frozen=True)
 class SampleInputs:
     """One row for each token to draw. Position-keyed noise makes a draw depend on nothing but its own row.
 
@@ -264,8 +277,11 @@ class Ops(Protocol):
     def gate_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`x @ weight.T` as if both were fp32, sums too: x `[T, K]` model dtype, weight `[E, K]` fp32, result `[T, E]` fp32."""
 
-    def gate_topk(self, logits: torch.Tensor, bias: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts of each token, best first, ties to the lowest id: idx `[T, k]` int64, weight `[T, k]` fp32.
+    def gate_topk(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, replicas: Replicas
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Experts of each token, best first, ties to the lowest id: idx `[T, k]` int64, their physical copies `[T, k]` int64, as
+        `replicas.physical` finds them, and weight `[T, k]` fp32.
 
         logits `[T, E]` fp32, bias `[E]` fp32. Scores are softmax or sigmoid of the logits; choice is by score + bias, within the
         `topk_groups` best groups of consecutive experts; weights are the unbiased scores, divided by their sum + 1e-20 if `normalize`,
@@ -275,10 +291,10 @@ class Ops(Protocol):
     def grouped_linear(self, x: Rows, weight: Matrix, layout: ExpertRows) -> torch.Tensor:
         """Contiguous grouped GEMM: x `[M, K]` in `layout`, weight `[E, N, K]`, result `[M, N]` in the same layout."""
 
-    def grouped_linear_masked(self, x: Rows, weight: Matrix, counts: torch.Tensor) -> torch.Tensor:
+    def grouped_linear_masked(self, x: Rows, weight: Matrix, counts: torch.Tensor, expected: int | None = None) -> torch.Tensor:
         """Masked grouped GEMM: x `[E, M, K]`, the first `counts[e]` rows of expert e are real; the rest of `[E, M, N]` is not.
 
-        counts `[E]` int32, on the device.
+        counts `[E]` int32, on the device. expected: about how many rows an expert has, a hint for speed; None: as many as fit.
         """
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
@@ -316,6 +332,7 @@ class Dispatched:
     counts: torch.Tensor  # [E_local] int32 on the device
     layout: ExpertRows | None  # THROUGHPUT only
     handle: Any
+    expected: int | None = None  # see `Ops.grouped_linear_masked`
 
 
 class Collectives(Protocol):
@@ -407,6 +424,12 @@ class Runtime(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all queued work."""
+
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Queue `work` so that it may run beside what is queued next; whatever is queued after the result is asked for comes after it.
+
+        What `work` reads must stay as it is until then. Where nothing is gained the work is queued like any other.
+        """
 
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         """Compile what these shapes need and earlier starts have not left behind; nothing where nothing is compiled.

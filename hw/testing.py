@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hw import select
+from hw.api import Replicas
 
 _TOLERANCES = {
     torch.float64: (1e-9, 1e-10),
@@ -206,6 +207,15 @@ def gate_cases() -> list[GateCase]:
         GateCase("v2-ties", 60, 32, 5, num_groups=4, topk_groups=2, ties=True, **v2),
         GateCase("all-experts", 5, 8, 8, "softmax"),
     ]
+
+
+def replicas(num_experts: int, most: int = 1) -> Replicas:
+    """Physical copies of experts in an order of their own: expert e has up to `most`, in turn."""
+    counts = [1 + e % most for e in range(num_experts)]
+    free = iter(torch.randperm(sum(counts)).tolist())
+    slots = [[next(free) for _ in range(count)] for count in counts]
+    table = [row + row[:1] * (most - len(row)) for row in slots]
+    return Replicas(torch.tensor(table), torch.tensor(counts))
 
 
 @dataclass(frozen=True)

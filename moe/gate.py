@@ -2,7 +2,7 @@
 
 import torch
 
-from hw.api import GateRule, Ops
+from hw.api import GateRule, Ops, Replicas
 from hw.weights import Weight
 from moe.config import MoEConfig
 
@@ -21,7 +21,7 @@ def gate_rule(config: MoEConfig) -> GateRule:
 
 
 class Gate:
-    """`[T, hidden]` -> logical experts `[T, k]` int64 and weights `[T, k]` fp32."""
+    """`[T, hidden]` -> logical and physical experts `[T, k]` int64 and weights `[T, k]` fp32."""
 
     def __init__(self, config: MoEConfig, ops: Ops, *, prefix: str, device: torch.device):
         self.config, self.ops, self.prefix, self.rule = config, ops, prefix, gate_rule(config)
@@ -35,5 +35,5 @@ class Gate:
             found.append(Weight(name=name, shape=tuple(self.bias.shape), target=self.bias, kind="gate_bias"))
         return found
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ops.gate_topk(self.ops.gate_logits(x, self.weight), self.bias, self.rule)
+    def forward(self, x: torch.Tensor, replicas: Replicas) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.ops.gate_topk(self.ops.gate_logits(x, self.weight), self.bias, self.rule, replicas)

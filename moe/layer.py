@@ -16,7 +16,7 @@ from moe.config import MoEConfig
 from moe.experts import Experts
 from moe.gate import Gate
 from moe.mlp import MLP
-from moe.router import Router
+from moe.router import replicas_of
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class MoELayer:
         storage: Storage,
     ):
         self.config, self.comm, self.placement, self.dtype = config, backend.expert_comm, placement, storage.dtype
+        self.runtime = backend.runtime
         self.gate = Gate(config, backend.ops, prefix=f"{prefix}.gate", device=storage.device)
-        self.router = Router(placement, storage.device)
+        self.replicas = replicas_of(placement, storage.device)
         self.local = Experts(config, backend.ops, placement.held_by(rank), prefix=f"{prefix}.experts", storage=storage)
         self.shared: MLP | None = None
         if config.num_shared_experts:
@@ -59,8 +60,7 @@ class MoELayer:
         self.comm.reserve(self.config.hidden_size, self.placement.slots_per_rank, self.dtype)
 
     def route(self, x: torch.Tensor) -> Routed:
-        topk_idx, topk_weight = self.gate.forward(x)
-        return Routed(topk_idx, self.router.forward(topk_idx), topk_weight)
+        return Routed(*self.gate.forward(x, self.replicas))
 
     def dispatch(self, x: Activation, routed: Routed, step: ExpertStep) -> Dispatched:
         x = x if self.local.takes_quant else Activation(x.dense)
@@ -75,7 +75,7 @@ class MoELayer:
 
     def forward(self, x: Activation, step: ExpertStep) -> torch.Tensor:
         """x `[T, hidden]` normed, dense for the gate, and quantised too if `takes_quant` -> `[T, hidden]`."""
+        shared = self.runtime.beside(lambda: None if self.shared is None else self.shared.forward(x.rows(self.shared.takes_quant)))
         routed = self.route(x.rows(quantized=False))
         dispatched = self.dispatch(x, routed, step)
-        shared = None if self.shared is None else self.shared.forward(x.rows(self.shared.takes_quant))
-        return self.combine(self.experts(dispatched), routed, dispatched, shared)
+        return self.combine(self.experts(dispatched), routed, dispatched, shared())

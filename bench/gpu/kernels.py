@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hw.api import Activation, ExpertMode, ExpertStep, GateRule, PenaltyInputs, SampleInputs, Segments
+from hw.api import Activation, ExpertMode, ExpertStep, GateRule, PenaltyInputs, Replicas, SampleInputs, Segments
 from hw.quant import QuantTensor
 from hw.select import open_backend
 
@@ -158,7 +158,15 @@ def row_jobs(ops) -> Iterator[Job]:
     rule = GateRule(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
     logits = lambda: torch.randn(BATCH, 256, device=DEVICE)  # noqa: E731
     bias = torch.randn(256, device=DEVICE)
-    yield Job("gate_topk 256", "ours", BATCH * (256 * 4 + 8 * 12), 0, BF16_RATE, on(ops.gate_topk, logits, fixed(bias), fixed(rule)))
+    copies = Replicas(torch.arange(256, device=DEVICE)[:, None], torch.ones(256, dtype=torch.int64, device=DEVICE))
+    yield Job(
+        "gate_topk 256",
+        "ours",
+        BATCH * (256 * 4 + 8 * 12),
+        0,
+        BF16_RATE,
+        on(ops.gate_topk, logits, fixed(bias), fixed(rule), fixed(copies)),
+    )
 
 
 def product_jobs(ops) -> Iterator[Job]:

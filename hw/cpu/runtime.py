@@ -59,6 +59,10 @@ class CpuRuntime:
     def synchronize(self) -> None:
         """CPU ops are done when they return."""
 
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        result = work()
+        return lambda: result
+
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         """Nothing is compiled."""
 

@@ -7,6 +7,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hw.api import LatentDims, Segments
+from hw.cuda.early import early
 from hw.cuda.elementwise import num_warps
 from hw.cuda.layout import quantized_rows
 from hw.cuda.rules import DECODE, FLASH_LATENT, FLASH_MLA
@@ -55,8 +56,8 @@ class AttentionOps:
             latent_write_kernel[(num_tokens, 1 if q is None else 2)](
                 down, q_norm, kv_norm, positions, table, slots, cache, data, scale, latent, key,
                 down.stride(0), 0 if scale is None else scale.stride(1), q_rank, rank, half, eps,
-                QUANT=scale is not None, BLOCK_Q=triton.next_power_of_2(max(1, q_rank)),
-                BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(half),
+                HAS_Q=q is not None, QUANT=scale is not None, BLOCK_Q=triton.next_power_of_2(max(1, q_rank)),
+                BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(half), **early(down.device),
             )  # fmt: skip
         return q, latent, key
 

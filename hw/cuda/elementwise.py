@@ -4,13 +4,27 @@ import torch
 import triton
 
 from hw.api import Activation
+from hw.cuda.early import early
 from hw.cuda.layout import masked_rows, quantized_masked_rows, quantized_rows
-from hw.cuda.triton_elementwise import rms_norm_kernel, rope_kernel, silu_mul_kernel
+from hw.cuda.triton_elementwise import rms_norm_kernel, rope_kernel, silu_mul_kernel, spread_key_kernel
 
 
 def num_warps(block: int) -> int:
     """Of a program that holds one row of `block` elements."""
     return min(16, max(1, block // 512))
+
+
+def spread_key(key: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy key `[S, r]` to every head of out `[S, H, r]`, which may be a view."""
+    num_tokens, num_heads, dim = out.shape
+    assert key.stride(1) == out.stride(2) == 1, (key.stride(), out.stride())
+    if not out.numel():
+        return
+    width = triton.next_power_of_2(dim)
+    heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // width))
+    spread_key_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
+        key, out, key.stride(0), out.stride(0), out.stride(1), num_heads, dim, BLOCK_HEADS=heads, BLOCK_DIM=width
+    )  # fmt: skip
 
 
 class ElementwiseOps:
@@ -42,7 +56,7 @@ class ElementwiseOps:
         rms_norm_kernel[(num_rows,)](
             x, residual, weight, forms.dense, data, scale, total, *strides, width, eps,
             HAS_RESIDUAL=residual is not None, DENSE=forms.dense is not None, QUANT=forms.quant is not None,
-            BLOCK=block, num_warps=num_warps(block),
+            BLOCK=block, num_warps=num_warps(block), **early(x.device),
         )  # fmt: skip
 
     def rope(self, x, positions, table, out=None):
@@ -57,7 +71,7 @@ class ElementwiseOps:
         grid = (num_tokens, triton.cdiv(num_heads, heads))
         rope_kernel[grid](
             x, positions, table, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), num_heads, dim // 2,
-            BLOCK_HEADS=heads, BLOCK_HALF=half,
+            BLOCK_HEADS=heads, BLOCK_HALF=half, **early(x.device),
         )  # fmt: skip
         return out
 
@@ -78,6 +92,6 @@ class ElementwiseOps:
         block = min(2048, triton.next_power_of_2(inner))
         silu_mul_kernel[(num_experts * capacity, triton.cdiv(inner, block))](
             x, data, scale, counts, inner, capacity, *strides,
-            HAS_COUNTS=counts is not None, QUANT=quant, BLOCK=block, num_warps=num_warps(block),
+            HAS_COUNTS=counts is not None, QUANT=quant, BLOCK=block, num_warps=num_warps(block), **early(x.device),
         )  # fmt: skip
         return out

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from hw.api import Activation, Dispatched, ExpertMode, ExpertRows, ExpertStep, Rows
+from hw.cuda.early import early
 from hw.cuda.layout import ALIGN_ROWS, masked_rows, quantized_masked_rows, quantized_rows
 from hw.cuda.triton_dispatch import combine_kernel, count_kernel, place_kernel, scatter_rows_kernel
 from hw.quant import QuantTensor
@@ -61,12 +62,18 @@ class LocalExpertComm:
         shape = num_local_experts, num_tokens, width
         masked = quantized_masked_rows(*shape, device) if quant else masked_rows(*shape, rows.dtype, device)
         _scatter(rows, topk_phy, home, masked, counts=counts if few else None)
-        return Dispatched(step.mode, masked, counts, None, LocalHandle(home))
+        return Dispatched(step.mode, masked, counts, None, LocalHandle(home), expected_rows(topk_phy, num_local_experts))
 
     def combine(
         self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
         return combine_rows(y, dispatched.handle.home, topk_weight, shared)
+
+
+def expected_rows(topk_phy: torch.Tensor, num_local_experts: int, if_none: int = 1) -> int:
+    """Rows of an expert if tokens are spread evenly and other ranks have as many; `if_none`: tokens to go by if there are none."""
+    num_tokens, top_k = topk_phy.shape
+    return -(-(num_tokens or if_none) * top_k // num_local_experts)
 
 
 def combine_rows(y: torch.Tensor, home: torch.Tensor, topk_weight: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
@@ -82,7 +89,8 @@ def combine_rows(y: torch.Tensor, home: torch.Tensor, topk_weight: torch.Tensor,
     if num_tokens:
         block = min(_COLUMNS, triton.next_power_of_2(width))
         combine_kernel[(num_tokens, triton.cdiv(width, block))](
-            y, home, topk_weight, shared, out, y.shape[-2], y.stride(0), width, TOP_K=top_k, HAS_SHARED=shared is not None, BLOCK=block
+            y, home, topk_weight, shared, out, y.shape[-2], y.stride(0), width, TOP_K=top_k, HAS_SHARED=shared is not None,
+                BLOCK=block, **early(y.device),
         )  # fmt: skip
     return out
 
@@ -122,5 +130,5 @@ def _scatter(
         data, x.scale if quant else None, topk_phy, home, out_data, out.scale if quant else None, experts, counts,
         data.stride(0), *(x.scale.stride() if quant else (0, 0)), num_rows, out_data.shape[-2], *strides, width,
         TOP_K=topk_phy.shape[1], PLACE=place, QUANT=quant, HAS_EXPERTS=experts is not None,
-        BLOCK=min(8192, max(128, triton.next_power_of_2(width))), num_warps=4,
+        BLOCK=min(8192, max(128, triton.next_power_of_2(width))), num_warps=4, **early(home.device),
     )  # fmt: skip

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hw.api import GateRule
+from hw.api import GateRule, Replicas
+from hw.cuda.early import early, wait_for_inputs
 
 
 @triton.jit
@@ -16,10 +17,12 @@ def _first_best(values, ids, BIG: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(
-    logits_ptr, bias_ptr, idx_ptr, weight_ptr, num_experts, group_size, scaling,
+    logits_ptr, bias_ptr, slots_ptr, counts_ptr, idx_ptr, phy_ptr, weight_ptr, num_experts, group_size, scaling, max_replicas,
     TOP_K: tl.constexpr, K_BLOCK: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, TOP2_SUM: tl.constexpr, NORMALIZE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
     real = ids < num_experts
@@ -63,7 +66,10 @@ def _gate_kernel(
         weight = tl.where(slots == k, tl.sum(tl.where(ids == expert, scores, 0.0), 0), weight)
     if NORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
+    count = tl.load(counts_ptr + idx, slots < TOP_K, other=1)
+    physical = tl.load(slots_ptr + idx * max_replicas + token % count, slots < TOP_K)
     tl.store(idx_ptr + token * TOP_K + slots, idx.to(tl.int64), slots < TOP_K)
+    tl.store(phy_ptr + token * TOP_K + slots, physical, slots < TOP_K)
     tl.store(weight_ptr + token * TOP_K + slots, weight * scaling, slots < TOP_K)
 
 
@@ -73,19 +79,20 @@ class GateOps:
     def gate_logits(self, x, weight):
         return torch.nn.functional.linear(x.float(), weight)
 
-    def gate_topk(self, logits, bias, rule: GateRule):
+    def gate_topk(self, logits, bias, rule: GateRule, replicas: Replicas):
         num_tokens, num_experts = logits.shape
         assert logits.dtype == torch.float32 and num_experts % rule.num_groups == 0, (logits.dtype, num_experts, rule.num_groups)
         logits = logits.contiguous()
-        idx = torch.empty((num_tokens, rule.top_k), dtype=torch.int64, device=logits.device)
+        idx, phy = (torch.empty((num_tokens, rule.top_k), dtype=torch.int64, device=logits.device) for _ in range(2))
         weight = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=logits.device)
         if not num_tokens:
-            return idx, weight
+            return idx, phy, weight
         _gate_kernel[(num_tokens,)](
-            logits, bias, idx, weight, num_experts, num_experts // rule.num_groups, rule.scaling,
+            logits, bias, replicas.slots, replicas.counts, idx, phy, weight, num_experts, num_experts // rule.num_groups, rule.scaling,
+            replicas.slots.shape[1],
             TOP_K=rule.top_k, K_BLOCK=triton.next_power_of_2(rule.top_k), NUM_GROUPS=rule.num_groups, TOPK_GROUPS=rule.topk_groups,
             GROUP_BLOCK=triton.next_power_of_2(rule.num_groups), BLOCK=triton.next_power_of_2(num_experts),
             SIGMOID=rule.scoring == "sigmoid", HAS_BIAS=bias is not None, TOP2_SUM=rule.group_score == "top2_sum",
-            NORMALIZE=rule.normalize,
+            NORMALIZE=rule.normalize, **early(logits.device),
         )  # fmt: skip
-        return idx, weight
+        return idx, phy, weight

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from hw.api import ExpertRows, Matrix, Rows
+from hw.cuda.elementwise import spread_key
 from hw.cuda.layout import ALIGN_ROWS, masked_rows, whole
 from hw.cuda.quantize import quantize, quantize_masked
 from hw.cuda.rules import CUTLASS, DEEP_GEMM, GROUPED, LINEAR, MASKED
@@ -59,7 +60,7 @@ class GemmOps:
         keys = torch.empty((num_tokens, num_heads, nope + rope), dtype=latent.dtype, device=latent.device)
         each = latent.expand(num_heads, -1, -1)
         torch.bmm(each, kv_up[:, :nope].transpose(1, 2), out=keys[..., :nope].transpose(0, 1))
-        keys[..., nope:] = key[:, None]
+        spread_key(key, keys[..., nope:])
         values = torch.empty((num_tokens, num_heads, kv_up.shape[1] - nope), dtype=latent.dtype, device=latent.device)
         torch.bmm(each, kv_up[:, nope:].transpose(1, 2), out=values.transpose(0, 1))
         return keys, values
@@ -77,19 +78,20 @@ class GemmOps:
             return torch.nn.functional.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
         return _triton_contiguous(x, weight, layout)
 
-    def grouped_linear_masked(self, x, weight, counts):
+    def grouped_linear_masked(self, x, weight, counts, expected=None):
         num_experts, capacity, _ = x.shape
+        expected = capacity if expected is None else expected
         out = masked_rows(num_experts, capacity, weight.shape[1], dense_dtype(x), weight.data.device)
         if not out.numel():
             return out
         if isinstance(weight, QuantTensor) and self._library(MASKED, capacity, dense_dtype(x), weight) == DEEP_GEMM:
             x = whole(x if isinstance(x, QuantTensor) else quantize_masked(x, counts))
             pair = weight.data, weight.scale.float()
-            self._deep_gemm.m_grouped_fp8_gemm_nt_masked((x.data, x.scale), pair, whole(out), counts, capacity)
+            self._deep_gemm.m_grouped_fp8_gemm_nt_masked((x.data, x.scale), pair, whole(out), counts, expected)
             return out
         x, weight = _both_dense(x, weight)
         if self._library(MASKED, capacity, x.dtype, weight) == DEEP_GEMM:
-            self._deep_gemm.m_grouped_bf16_gemm_nt_masked(whole(x), weight, whole(out), counts, capacity)
+            self._deep_gemm.m_grouped_bf16_gemm_nt_masked(whole(x), weight, whole(out), counts, expected)
             return out
         _triton_masked(x, weight, counts, out)
         return out

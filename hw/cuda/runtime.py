@@ -55,6 +55,10 @@ class CudaRuntime:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        result = work()
+        return lambda: result
+
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         warm_up(shapes, self._kernel_cache, progress)
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from hw.cuda.early import wait_for_inputs
+
 
 @triton.jit
 def count_kernel(topk_ptr, counts_ptr, num_rows, BLOCK: tl.constexpr):
@@ -51,13 +53,14 @@ def _num_before(topk_ptr, end, expert, BLOCK: tl.constexpr):
 def scatter_rows_kernel(
     x_ptr, scale_ptr, topk_ptr, home_ptr, out_ptr, out_scale_ptr, experts_ptr, counts_ptr, x_stride, scale_stride,
     group_stride, num_rows, capacity, expert_stride, scale_expert_stride, out_scale_stride, width,
-    TOP_K: tl.constexpr, PLACE: tl.constexpr, QUANT: tl.constexpr, HAS_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, PLACE: tl.constexpr, QUANT: tl.constexpr, HAS_EXPERTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens * top-k, or with PLACE as many more as there are experts). Copy a token's row, and its scales, to one of its homes.
 
     A home is `expert * capacity + row`; an expert of -1 has none. PLACE: find it here, with rows in the order of the batch, and store
     it; the programs beyond the rows count them. HAS_EXPERTS: note each copied row's expert.
     """
+    wait_for_inputs(EARLY)
     row = tl.program_id(0)
     if PLACE:  # noqa: SIM102  (these are the compiler's)
         if row >= num_rows:
@@ -87,12 +90,13 @@ def scatter_rows_kernel(
 @triton.jit
 def combine_kernel(
     y_ptr, home_ptr, weight_ptr, shared_ptr, out_ptr, capacity, expert_stride, width,
-    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of columns). The reduction rule: weight * row in top-k order in fp32, then the shared experts' row.
 
     A home of -1 brings nothing.
     """
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from hw.cuda.early import wait_for_inputs
 from hw.cuda.triton_quantize import store_quantized
 
 
@@ -17,9 +18,10 @@ def normed_row(x, weight, width, eps):
 @triton.jit
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, data_ptr, scale_ptr, sum_ptr, x_stride, residual_stride, scale_stride, width, eps,
-    HAS_RESIDUAL: tl.constexpr, DENSE: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, DENSE: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,). With a residual the sum is rounded to the model dtype, stored and normed. Stores the norm dense, quantised or both."""
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
@@ -48,9 +50,10 @@ def rotated(x_ptr, table_ptr, pairs, half, mask):
 @triton.jit
 def rope_kernel(
     x_ptr, positions_ptr, table_ptr, out_ptr, token_stride, head_stride, out_token_stride, out_head_stride, num_heads, half,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of heads). A program reads all that it writes before it writes, so out may be x."""
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
@@ -68,9 +71,10 @@ def rope_kernel(
 @triton.jit
 def silu_mul_kernel(
     x_ptr, out_ptr, scale_ptr, counts_ptr, inner, capacity, x_expert_stride, x_stride, out_expert_stride, scale_expert_stride, scale_stride,
-    HAS_COUNTS: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (experts * capacity, blocks of columns); x `[E, capacity, 2 * inner]`, gate first; rows beyond `counts[e]` are skipped."""
+    wait_for_inputs(EARLY)
     expert, row = tl.program_id(0).to(tl.int64) // capacity, tl.program_id(0) % capacity
     if HAS_COUNTS:  # noqa: SIM102  (this one is the compiler's)
         if row >= tl.load(counts_ptr + expert):
@@ -96,24 +100,27 @@ def silu_mul_kernel(
 def latent_write_kernel(
     down_ptr, q_weight_ptr, weight_ptr, positions_ptr, table_ptr, slots_ptr, cache_ptr, q_ptr, q_scale_ptr, latent_ptr, key_ptr,
     stride, scale_stride, q_rank, rank, half, eps,
-    QUANT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    HAS_Q: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, 2 with a query's latent, else 1).
 
     Program 0 norms the keys' latent, rotates the key, and stores them three times: latent, key, and both in the cache, which is contiguous,
     at the token's slot. Program 1 norms the query's latent, and quantises it if QUANT.
     """
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 1:
-        cols = tl.arange(0, BLOCK_Q)
-        mask = cols < q_rank
-        x = tl.load(down_ptr + token * stride + cols, mask, other=0.0)
-        normed = normed_row(x, tl.load(q_weight_ptr + cols, mask, other=0.0), q_rank, eps)
-        if QUANT:
-            store_quantized(normed, q_ptr + token * q_rank, q_scale_ptr + token, scale_stride, q_rank, BLOCK_Q)
-        else:
-            tl.store(q_ptr + token * q_rank + cols, normed, mask)
-        return
+    if HAS_Q:  # noqa: SIM102  (this one is the compiler's)
+        if tl.program_id(1) == 1:
+            cols = tl.arange(0, BLOCK_Q)
+            mask = cols < q_rank
+            x = tl.load(down_ptr + token * stride + cols, mask, other=0.0)
+            normed = normed_row(x, tl.load(q_weight_ptr + cols, mask, other=0.0), q_rank, eps)
+            if QUANT:
+                store_quantized(normed, q_ptr + token * q_rank, q_scale_ptr + token, scale_stride, q_rank, BLOCK_Q)
+            else:
+                tl.store(q_ptr + token * q_rank + cols, normed, mask)
+            return
     kv_ptr = down_ptr + token * stride + q_rank
     slot = tl.load(slots_ptr + token)
     entry = cache_ptr + slot * (rank + 2 * half)
@@ -133,6 +140,19 @@ def latent_write_kernel(
     tl.store(key + 1, second, mask)
     tl.store(entry + rank + 2 * pairs, first, mask & (slot >= 0))
     tl.store(entry + rank + 2 * pairs + 1, second, mask & (slot >= 0))
+
+
+@triton.jit
+def spread_key_kernel(
+    key_ptr, out_ptr, key_stride, out_token_stride, out_head_stride, num_heads, dim, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr
+):  # fmt: skip
+    """Grid (tokens, blocks of heads). Copy each token's one key to every head."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    cols = tl.arange(0, BLOCK_DIM)[None, :]
+    key = tl.load(key_ptr + token * key_stride + cols, cols < dim)
+    out = out_ptr + token * out_token_stride + heads * out_head_stride + cols
+    tl.store(out, tl.broadcast_to(key, (BLOCK_HEADS, BLOCK_DIM)), (heads < num_heads) & (cols < dim))
 
 
 @triton.jit

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from hw import testing
 from hw.api import Activation, ExpertMode, ExpertRows, ExpertStep, GateRule, SampleInputs, Unsupported
 from hw.cpu.reference.ops import ReferenceOps
 from hw.groups import Groups
@@ -37,7 +38,7 @@ def test_what_is_refused_and_why():
         size = 1000
 
     many = Groups(parallel=ParallelConfig(dp=1000), rank=0, world=Ranks(), tp=Ranks(), ep=Ranks())
-    with pytest.raises(Unsupported, match="cuda: 1000 ranks on a machine with .* each rank needs its own"):
+    with pytest.raises(Unsupported, match=r"cuda: 1000 ranks on a machine with .* each rank needs its own"):
         open_backend("cuda", many)
 
 
@@ -73,7 +74,7 @@ def test_rows_of_v3(opened):
         args = (down, normal(1536, dtype=BF16), normal(512, dtype=BF16), 1e-6, positions, table(9000, 64), cache, slots, quant)
         check(ops, "latent_write", f"v3, quantised {quant}", Call(args, changes=(6,)), device)
     rule = GateRule(8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
-    check(ops, "gate_topk", "v3", Call((torch.randn(1023, 256), torch.randn(256) * 0.2, rule)), device)
+    check(ops, "gate_topk", "v3", Call((torch.randn(1023, 256), torch.randn(256) * 0.2, rule, testing.replicas(256, 2))), device)
     kv_up = weight(128, 256, 512, dtype=BF16)
     check(ops, "absorb_query", "v3", Call((normal(129, 128, 192, dtype=BF16), positions, table(9000, 64), kv_up[:, :128])), device)
     for quant in (False, True):
@@ -173,6 +174,7 @@ def test_nothing_waits_in_a_decode_step(opened, composites):
     cache, page_table = pages(lens, 64, 576, 1, BF16)
     keys = (torch.arange(num), torch.zeros(num, dtype=torch.int64), torch.arange(num))
     ones = torch.ones(num)
+    rule = GateRule(2, "sigmoid", 4, 2, "top2_sum", True, 1.0)
     inputs = SampleInputs(ones, torch.full((num,), 5), 0.9 * ones, 0.01 * ones, *keys, True, True)
     w8, w8_experts = quantize_weight_blocks(weight(512, 512, dtype=BF16)), quantize_weight_blocks(weight(4, 512, 512, dtype=BF16))
     calls = [
@@ -183,7 +185,7 @@ def test_nothing_waits_in_a_decode_step(opened, composites):
         ("absorb_query", put(normal(num, 2, 128, dtype=BF16), torch.arange(num), table(99, 64), weight(2, 64, 64, dtype=BF16))),
         ("unabsorb", [*put(normal(num, 4, 64, dtype=BF16), weight(4, 32, 64, dtype=BF16)), True]),
         ("mla_decode", [*put(normal(num, 1, 16, 576, dtype=BF16), cache, page_table, torch.tensor(lens).int()), 130, 512, 0.04]),
-        ("gate_topk", [*put(torch.randn(num, 16), torch.randn(16)), GateRule(2, "sigmoid", 4, 2, "top2_sum", True, 1.0)]),
+        ("gate_topk", [*put(torch.randn(num, 16), torch.randn(16)), rule, *put(testing.replicas(16))]),
         ("grouped_linear_masked", put(normal(4, num, 512, dtype=BF16), weight(4, 64, 512, dtype=BF16), torch.arange(4).int())),
         ("grouped_linear_masked", put(normal(4, num, 512, dtype=BF16), w8_experts, torch.arange(4).int())),
         ("silu_mul", [put(normal(4, num, 256, dtype=BF16))[0], True, torch.arange(4, dtype=torch.int32, device=device)]),
@@ -242,7 +244,8 @@ def test_quantised_rows_reach_their_experts_as_they_are(opened, mode: ExpertMode
 def test_a_nan_from_a_broken_weight_gives_ids_in_range(opened):
     device = opened.runtime.device
     logits = torch.full((3, 1000), torch.nan, device=device)
-    idx, _ = opened.ops.gate_topk(logits[:, :16], None, GateRule(4, "softmax", 4, 2, "max", True, 1.0))
+    rule = GateRule(4, "softmax", 4, 2, "max", True, 1.0)
+    idx, *_ = opened.ops.gate_topk(logits[:, :16], None, rule, to_device(testing.replicas(16), device))
     assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 16 for row in idx.tolist())
     none = torch.zeros(3, dtype=torch.int64, device=device)
     ones = torch.ones(3, device=device)

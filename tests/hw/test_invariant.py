@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hw import testing
 from hw.api import ExpertRows, GateRule, Ops, SampleInputs
 from hw.cpu.ops import CpuOps
 from hw.select import open_backend
@@ -85,7 +86,8 @@ def test_elementwise(ops: Ops, threads: int, dtype: torch.dtype, width: int):
 @pytest.mark.parametrize("num_experts", [36, 256])
 def test_gate_topk(ops: Ops, threads: int, rule: GateRule, num_experts: int):
     logits, bias = torch.randn(1200, num_experts), torch.randn(num_experts)
-    assert first_difference(lambda rows: ops.gate_topk(logits[rows], bias, rule), 1200) is None
+    copies = testing.replicas(num_experts)
+    assert first_difference(lambda rows: ops.gate_topk(logits[rows], bias, rule, copies), 1200) is None
 
 
 @DTYPES

@@ -245,7 +245,8 @@ def gate_topk(dtype):
         rule = GateRule(
             case.top_k, case.scoring, case.num_groups, case.topk_groups, case.group_score, case.normalize, case.scaling
         )  # fmt: skip
-        yield case.id, Call((logits, bias, rule))
+        for most in (1, 3):
+            yield f"{case.id}-{most}-replicas", Call((logits, bias, rule, testing.replicas(case.num_experts, most)))
 
 
 def grouped_linear(dtype):

@@ -196,7 +196,7 @@ def test_gate_topk(case: testing.GateCase):
         # Scores of 0.5 and 0 and a whole-numbered bias: what ties in fp32 ties in float64, sums of two included.
         logits, bias = torch.where(logits > 0, 0.0, -200.0), None if bias is None else bias.round()
     rule = GateRule(case.top_k, case.scoring, case.num_groups, case.topk_groups, case.group_score, case.normalize, case.scaling)
-    idx, weight = OPS.gate_topk(logits, bias, rule)
+    idx, _, weight = OPS.gate_topk(logits, bias, rule, testing.replicas(logits.shape[1]))
     assert idx.shape == weight.shape == (case.num_tokens, case.top_k)
     for token in range(case.num_tokens):
         chosen, weights = gate_by_loops(logits[token].numpy(), None if bias is None else bias.numpy().astype(np.float64), rule)
@@ -209,11 +209,11 @@ def test_a_gate_by_hand():
     logits = torch.logit(torch.tensor([[0.5, 0.5, 0.5, 0.9, 0.6, 0.6, 0.1, 0.1]]))
     bias = torch.tensor([0.3, 0.0, 0.0, -2.0, 0.0, 0.0, 0.0, 0.0])
     rule = GateRule(2, "sigmoid", 2, 1, "top2_sum", True, 2.0)
-    idx, weight = OPS.gate_topk(logits, bias, rule)
+    idx, _, weight = OPS.gate_topk(logits, bias, rule, testing.replicas(logits.shape[1]))
     assert idx.tolist() == [[0, 1]]  # .8 + .5 beats .6 + .6; among equals the lowest id
     close(weight, torch.tensor([[1.0, 1.0]]), "weights")
     # By its best expert alone the first group wins too; without bias the second expert of group 1 counts: .6 < .9.
-    idx, weight = OPS.gate_topk(logits, None, GateRule(3, "sigmoid", 2, 1, "max", False, 1.0))
+    idx, _, weight = OPS.gate_topk(logits, None, GateRule(3, "sigmoid", 2, 1, "max", False, 1.0), testing.replicas(8))
     assert idx.tolist() == [[3, 0, 1]]
     close(weight, torch.tensor([[0.9, 0.5, 0.5]]), "weights")
 
@@ -221,7 +221,7 @@ def test_a_gate_by_hand():
 def test_experts_below_zero_are_chosen_only_inside_their_groups():
     # All choices of the kept group are negative; a mask of 0.0 instead of -inf would let other groups in.
     logits, bias = torch.zeros(1, 4), torch.tensor([-1.0, -1.1, -3.0, -3.0])
-    idx, _ = OPS.gate_topk(logits, bias, GateRule(2, "sigmoid", 2, 1, "top2_sum", True, 1.0))
+    idx, *_ = OPS.gate_topk(logits, bias, GateRule(2, "sigmoid", 2, 1, "top2_sum", True, 1.0), testing.replicas(4))
     assert idx.tolist() == [[0, 1]]
 
 

@@ -15,6 +15,7 @@ from hw.weights import Storage
 from moe.config import MoEConfig
 from moe.gate import Gate
 from moe.layer import MoELayer
+from moe.router import replicas_of
 
 CPU = torch.device("cpu")
 BACKENDS = {"plain": open_backend("cpu"), "invariant": open_backend("cpu", batch_invariant=True)}
@@ -99,7 +100,7 @@ def test_gate_equals_the_routers_of_transformers(config: MoEConfig):
     gate = Gate(config, BACKENDS["plain"].ops, prefix="mlp.gate", device=CPU)
     for weight in gate.weights():
         weight.fill(hub_weights(module)[weight.name])
-    idx, weight = gate.forward(x)
+    idx, _, weight = gate.forward(x, replicas_of(initial_placement(config.num_experts, 1), CPU))
     with torch.no_grad():
         _, their_weight, their_idx = module.gate(x)
     # The order of the k experts is theirs to choose, so compare weights by expert.
@@ -115,8 +116,8 @@ def test_a_bfloat16_gate_decides_in_fp32(config: MoEConfig):
     module, x = theirs(config), torch.randn(50, config.hidden_size).bfloat16()
     layer = ours(config, hub_weights(module), dtype=torch.bfloat16)
     assert layer.gate.weight.dtype == torch.float32
-    routed, exact = layer.route(x), layer.gate.forward(x.float())
-    assert torch.equal(routed.topk_idx, exact[0]) and torch.equal(routed.topk_weight, exact[1])
+    routed, exact = layer.route(x), layer.gate.forward(x.float(), layer.replicas)
+    assert torch.equal(routed.topk_idx, exact[0]) and torch.equal(routed.topk_weight, exact[2])
 
 
 @MODES
@@ -135,7 +136,7 @@ def test_layer_equals_a_loop_over_tokens_and_experts(mode: ExpertMode, shared: i
     config = dataclasses.replace(_V3, num_shared_experts=shared)
     weights = {name: tensor for name, tensor in hub_weights(theirs(_V3)).items() if shared or "shared" not in name}
     layer, x = ours(config, weights), torch.randn(9, config.hidden_size)
-    idx, weight = layer.gate.forward(x)
+    idx, _, weight = layer.gate.forward(x, layer.replicas)
 
     def mlp(name: str, row: torch.Tensor) -> torch.Tensor:
         gate, up, down = (weights[f"mlp.{name}.{part}_proj.weight"].double() for part in ("gate", "up", "down"))

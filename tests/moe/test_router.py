@@ -3,7 +3,7 @@
 import torch
 
 from eplb.placement import Placement, initial_placement
-from moe.router import Router
+from moe.router import replicas_of
 
 CPU = torch.device("cpu")
 
@@ -15,20 +15,20 @@ def random_topk(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
 def test_without_replicas_only_the_numbering_changes():
     placement = Placement(4, 2, (2, 0, 3, 1))
     topk = torch.tensor([[0, 1], [2, 3]])
-    assert Router(placement, CPU).forward(topk).tolist() == [[1, 3], [0, 2]]
+    assert replicas_of(placement, CPU).physical(topk).tolist() == [[1, 3], [0, 2]]
 
 
 def test_tokens_take_replicas_in_turn():
-    router = Router(Placement(3, 2, (0, 1, 2, 0, 0, 1)), CPU)
-    assert router.forward(torch.tensor([[0], [0], [0], [0]]))[:, 0].tolist() == [0, 3, 4, 0]
-    assert router.forward(torch.tensor([[1], [1], [1], [2]]))[:, 0].tolist() == [1, 5, 1, 2]
+    replicas = replicas_of(Placement(3, 2, (0, 1, 2, 0, 0, 1)), CPU)
+    assert replicas.physical(torch.tensor([[0], [0], [0], [0]]))[:, 0].tolist() == [0, 3, 4, 0]
+    assert replicas.physical(torch.tensor([[1], [1], [1], [2]]))[:, 0].tolist() == [1, 5, 1, 2]
 
 
 def test_every_choice_is_a_replica_and_all_are_used_evenly():
     for num_ranks, num_redundant in ((1, 0), (3, 0), (4, 5), (8, 40)):
         placement = initial_placement(16, num_ranks, num_redundant)
         topk = random_topk(960, 4, 16)
-        physical = Router(placement, CPU).forward(topk)
+        physical = replicas_of(placement, CPU).physical(topk)
         assert torch.equal(torch.tensor(placement.phy2log)[physical], topk)
         assert all(len(set(row)) == 4 for row in physical.tolist())
         load = torch.bincount(physical.flatten(), minlength=placement.num_physical)
@@ -39,5 +39,5 @@ def test_every_choice_is_a_replica_and_all_are_used_evenly():
 
 def test_no_tokens():
     for num_redundant in (0, 3):
-        empty = Router(initial_placement(8, 2, num_redundant), CPU).forward(torch.zeros(0, 2, dtype=torch.int64))
+        empty = replicas_of(initial_placement(8, 2, num_redundant), CPU).physical(torch.zeros(0, 2, dtype=torch.int64))
         assert empty.shape == (0, 2) and empty.dtype == torch.int64

@@ -2,7 +2,7 @@
 
 import torch
 
-from hw.api import Activation, ExpertRows, GateRule, Logprobs, Matrix, PenaltyInputs, Rows, SampleInputs, Segments
+from hw.api import Activation, ExpertRows, GateRule, Logprobs, Matrix, PenaltyInputs, Replicas, Rows, SampleInputs, Segments
 from hw.cpu.reference.philox import gumbel_noise
 from hw.quant import QuantTensor, dequantize, quantize_activation
 from hw.weights import expert, rows
@@ -126,7 +126,7 @@ class ReferenceOps:
     def gate_logits(self, x, weight):
         return self.linear(x.float(), weight)
 
-    def gate_topk(self, logits, bias, rule: GateRule):
+    def gate_topk(self, logits, bias, rule: GateRule, replicas: Replicas):
         scores = logits.softmax(-1) if rule.scoring == "softmax" else self._sigmoid(logits)
         choice = scores if bias is None else scores + bias
         if rule.num_groups > 1:
@@ -139,7 +139,7 @@ class ReferenceOps:
         weight = scores.gather(1, idx)
         if rule.normalize:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-        return idx, weight * rule.scaling
+        return idx, replicas.physical(idx), weight * rule.scaling
 
     def grouped_linear(self, x: Rows, weight, layout: ExpertRows):
         pairs = zip(layout.starts, layout.starts[1:], strict=False)
