@@ -32,9 +32,9 @@ class Experts:
 
     def forward(self, dispatched: Dispatched) -> torch.Tensor:
         """Expert outputs in the layout of `dispatched.x`."""
-        ops, counts, layout = self.ops, dispatched.counts, dispatched.layout
+        ops, counts, layout, expected = self.ops, dispatched.counts, dispatched.layout, dispatched.expected
         if layout is not None:
             inner = ops.silu_mul(ops.grouped_linear(dispatched.x, self.gate_up, layout), self.inner_quant)
             return ops.grouped_linear(inner, self.down, layout)
-        inner = ops.silu_mul(ops.grouped_linear_masked(dispatched.x, self.gate_up, counts), self.inner_quant, counts)
-        return ops.grouped_linear_masked(inner, self.down, counts)
+        inner = ops.silu_mul(ops.grouped_linear_masked(dispatched.x, self.gate_up, counts, expected), self.inner_quant, counts)
+        return ops.grouped_linear_masked(inner, self.down, counts, expected)

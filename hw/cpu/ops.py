@@ -89,7 +89,7 @@ class CpuOps(ReferenceOps):
                 out[low : low + count] = self.linear(rows(x, low, low + count), expert(weight, e))
         return out
 
-    def grouped_linear_masked(self, x: Rows, weight, counts):
+    def grouped_linear_masked(self, x: Rows, weight, counts, expected=None):
         out = torch.zeros(*x.shape[:2], num_outputs(weight), dtype=_dense_dtype(x))
         for e, count in enumerate(counts.tolist()):
             if count:

@@ -18,7 +18,7 @@ import torch
 
 from hw.api import Activation, Dispatched, ExpertMode, ExpertStep, Rows
 from hw.cuda.ep_comm import NcclExpertComm
-from hw.cuda.expert_comm import LocalExpertComm
+from hw.cuda.expert_comm import LocalExpertComm, expected_rows
 from hw.cuda.nccl import NcclGroup
 from hw.cuda.rules import DEEP_EP, DISPATCH, Dispatch
 from hw.groups import Group
@@ -95,7 +95,8 @@ class DeepEpComm:
             dense.contiguous(), topk_phy, self._rows_per_rank, num_local_experts * self._size, use_fp8=x.quant is not None
         )
         rows = received if x.quant is None else QuantTensor(*received, block=(1, 128))
-        return Dispatched(step.mode, rows, counts, None, LowLatencyHandle((buffer, handle), topk_phy))
+        expected = expected_rows(topk_phy, num_local_experts, self.max_tokens_per_rank)
+        return Dispatched(step.mode, rows, counts, None, LowLatencyHandle((buffer, handle), topk_phy), expected)
 
     def _normal(self, buffer: Any, x: Rows, topk_phy, topk_weight, step: ExpertStep, num_local: int) -> Dispatched:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_phy, num_local * self._size)

@@ -145,7 +145,7 @@ class ReferenceOps:
         pairs = zip(layout.starts, layout.starts[1:], strict=False)
         return torch.cat([self.linear(rows(x, first, last), expert(weight, e)) for e, (first, last) in enumerate(pairs)])
 
-    def grouped_linear_masked(self, x: Rows, weight, counts):
+    def grouped_linear_masked(self, x: Rows, weight, counts, expected=None):
         return torch.stack([self.linear(expert(x, e), expert(weight, e)) for e in range(x.shape[0])])
 
     def penalize(self, logits, inputs: PenaltyInputs):
