@@ -210,17 +210,9 @@ class Ops(Protocol):
         """
 
     def latent_write(
-        self,
-        down: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        kv_norm: torch.Tensor,
-        eps: float,
-        positions: torch.Tensor,
-        table: torch.Tensor,
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        quant: bool = False,
-    ) -> tuple[Rows | None, torch.Tensor, torch.Tensor]:
+        self, down: torch.Tensor, q_norm: torch.Tensor | None, kv_norm: torch.Tensor, eps: float, positions: torch.Tensor,
+        table: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, quant: bool = False,
+    ) -> tuple[Rows | None, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Norm the query's latent and the keys' latent, rotate the key, write the last two to the cache, return all three.
 
         down `[T, Q + L + r]` as projected, Q the size of q_norm, 0 if None; cache `[num_pages, page_size, L + r]` model dtype; slots `[T]`
@@ -238,17 +230,9 @@ class Ops(Protocol):
         """A fresh object for what the `mla_decode` calls of one step's layers can share, such as a kernel's schedule; may be None."""
 
     def mla_decode(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_seq_len: int,
-        kv_lora_rank: int,
-        scale: float,
-        plan: Any = None,
-        with_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int,
+        kv_lora_rank: int, scale: float, plan: Any = None, with_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Absorbed attention over pages, all heads sharing one key: the value is the key's first `kv_lora_rank` dims.
 
         q `[B, q_len, H, L + r]`; page_table `[B, max_pages]` int32, -1 = unused; seq_lens `[B]` int32 counts the cached tokens with the
