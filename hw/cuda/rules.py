@@ -99,7 +99,6 @@ FIXED = {
     "latent_write, latent_gather": TRITON,
     "mla_prefill, merge_attention": TRITON,
     "gate_topk": TRITON,
-    "dispatch, combine": TRITON,
     "sample, penalize": TRITON,
     "logprobs": "torch",
 }
@@ -133,7 +132,19 @@ def providers(model: ModelShapes) -> list[Provider]:
             found += by_rows(
                 lambda rows, op=op, table=table, weight=weight: product_provider(op, table, Product.of(rows, model.dtype, weight)), label
             )
+    found += _between_ranks(model)
     return found + [Provider(op, library, shape="all") for op, library in FIXED.items()]
+
+
+def _between_ranks(model: ModelShapes) -> list[Provider]:
+    """Collectives, and the way to experts and back."""
+    if model.num_ranks == 1:
+        return [Provider("dispatch, combine", TRITON, shape="all")]
+    found = [Provider("collectives", NCCL, shape="all")]
+    hidden_size = next((weight.shape[2] for weight in model.products.values() if len(weight.shape) == 3), None)
+    if hidden_size is not None:
+        found.append(choose("dispatch, combine", DISPATCH, Dispatch(model.dtype, hidden_size, model.max_low_latency_rows)))
+    return [replace(provider, shape="all") for provider in found]
 
 
 FACTS = Facts(keeps_fp8=True, compute_dtype=compute_dtype, providers=providers)

@@ -73,6 +73,7 @@ def test_who_computes_on_a_gpu_is_known_without_one(tmp_path: Path):
     found = who(inspect_model(EngineArgs(model=str(tmp_path), device="cuda", data_parallel_size=8)))
     assert found["mla_decode", "128 heads, latent 512 + rope 64"] == "FlashMLA"
     assert found["linear", "head 129280 x 7168"] == "cuBLAS"
+    assert found["dispatch, combine", "all"] == "DeepEP" and found["collectives", "all"] == "NCCL"
     assert "DeepGEMM" in {library for (op, _), library in found.items() if op == "grouped_linear_masked"}
 
 
@@ -82,6 +83,9 @@ def test_who_computes_the_shipped_model():
     (decode,) = [provider for provider in report.providers if provider.op == "mla_decode"]
     assert "FlashMLA: latent 64, it takes 512" in decode.reason
     assert {provider.library for provider in inspect_model(EngineArgs()).providers} == {"torch (reference)", "in this process"}
+    two = inspect_model(EngineArgs(device="cuda", data_parallel_size=2))
+    (dispatch,) = [provider for provider in two.providers if provider.op == "dispatch, combine"]
+    assert dispatch.library == "NCCL" and "DeepEP: hidden size 256, it takes 2048" in dispatch.reason
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
