@@ -3,11 +3,14 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/hw/memory_check.py [--cases 2]
 
 Without torch's caching allocator every tensor is an allocation of its own, so a step beyond one is seen. The libraries' kernels run too.
+Exits with 1 if a kernel of ours was not reached.
 """
 
 import argparse
+import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hw.api import Activation, ExpertMode, ExpertStep
+from hw.quant import QuantTensor, quantize_weight_blocks
 from hw.select import open_backend
 from tests.hw.test_parity import FP32_ONLY, TABLE, to_device
 
@@ -25,21 +29,50 @@ def has_rows(args: tuple) -> bool:
     return all(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
 
 
-def experts(opened) -> list[Callable[[], None]]:
-    """Dispatch and combine in both modes, dense and quantised; three tokens of which one expert gets none."""
+def experts(opened) -> Iterator[Callable[[], object]]:
+    """Dispatch and combine in both modes, dense and quantised; three tokens, and one of four experts gets none."""
     device = opened.runtime.device
+    rows, norm = torch.randn(3, 256, device=device).bfloat16(), torch.ones(256, device=device).bfloat16()
+    topk, weight = torch.tensor([[0, 2], [2, 3], [3, 0]], device=device), torch.rand(3, 2, device=device)
 
     def run(mode: ExpertMode, quant: bool) -> None:
-        rows = torch.randn(3, 256, device=device, dtype=torch.bfloat16)
-        norm = torch.ones(256, device=device, dtype=torch.bfloat16)
         x, _ = opened.ops.add_rms_norm(rows, rows, norm, 1e-6, True, quant)
-        topk = torch.tensor([[0, 2], [2, 3], [3, 0]], device=device)
-        weight = torch.rand(3, 2, device=device)
         sent = opened.expert_comm.dispatch(x if quant else Activation(x.dense), topk, weight, ExpertStep(mode, 3), 4)
         y = torch.zeros(*sent.x.shape[:-1], 256, device=device, dtype=torch.bfloat16)
         opened.expert_comm.combine(y, weight, sent, rows)
 
-    return [lambda mode=mode, quant=quant: run(mode, quant) for mode in ExpertMode for quant in (False, True)]
+    for mode in ExpertMode:
+        for quant in (False, True):
+            yield lambda mode=mode, quant=quant: run(mode, quant)
+
+
+def products(opened) -> Iterator[Callable[[], object]]:
+    """FP8 products of few and more rows, and V3's heads around attention."""
+    ops, device = opened.ops, opened.runtime.device
+
+    def weight(*shape: int) -> QuantTensor:
+        return to_device(quantize_weight_blocks(torch.randn(shape)), device)
+
+    linear, grouped, counts = weight(2112, 7168), weight(3, 512, 1024), torch.tensor([1, 0, 2], dtype=torch.int32, device=device)
+    for num_rows in (1, 3, 40):
+        x = torch.randn(num_rows, 7168, device=device).bfloat16()
+        yield lambda x=x: ops.linear(x, linear)
+        masked = torch.randn(3, max(3, num_rows), 1024, device=device).bfloat16()
+        yield lambda masked=masked: ops.silu_mul(ops.grouped_linear_masked(masked, grouped, counts), True, counts)
+    q, positions = torch.randn(3, 128, 192, device=device).bfloat16(), torch.arange(3, device=device)
+    table, up = torch.rand(9, 64, device=device), torch.randn(128, 256, 512, device=device).bfloat16()
+    yield lambda: ops.absorb_query(q, positions, table, up[:, :128])
+    for quant in (False, True):
+        yield lambda quant=quant: ops.unabsorb(torch.randn(3, 128, 512, device=device).bfloat16(), up[:, 128:], quant)
+
+
+def our_kernels() -> set[str]:
+    """Names of the kernels that hw/cuda launches."""
+    import hw.cuda
+
+    names = {f"hw.cuda.{module.name}" for module in pkgutil.iter_modules(hw.cuda.__path__) if module.name not in ("deep_ep", "warm_up")}
+    members = (member for name in sorted(names) for member in vars(import_module(name)).values())
+    return {member.__name__ for member in members if hasattr(member, "arg_names") and member.__name__.endswith("_kernel")}
 
 
 def main() -> None:
@@ -49,6 +82,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     opened = open_backend(args.device)
+    reached: set[str] = set()
+    if args.device == "cuda":
+        import triton
+
+        triton.knobs.runtime.launch_enter_hook.add(lambda metadata: reached.add(metadata.get()["name"]))
     num_calls = 0
     for op, make in TABLE.items():
         for dtype in (torch.float32, torch.bfloat16):
@@ -58,11 +96,13 @@ def main() -> None:
                 getattr(opened.ops, op)(*(to_device(arg, opened.runtime.device) for arg in call.args))
                 opened.runtime.synchronize()
                 num_calls += 1
-    for run in experts(opened):
+    for run in (*experts(opened), *products(opened)):
         run()
         opened.runtime.synchronize()
         num_calls += 1
-    print(f"{num_calls} calls")
+    print(f"{num_calls} calls, {len(reached)} kernels of ours")
+    if args.device == "cuda" and (missed := our_kernels() - reached):
+        sys.exit(f"not reached: {', '.join(sorted(missed))}")
 
 
 if __name__ == "__main__":
