@@ -98,6 +98,8 @@ FIXED = {
     "rms_norm, add_rms_norm, rope, silu_mul": TRITON,
     "latent_write, latent_gather": TRITON,
     "mla_prefill, merge_attention": TRITON,
+    "absorb_query, unabsorb, expand_latent": f"{CUBLAS}, {TRITON}",
+    "gate_logits": CUBLAS,
     "gate_topk": TRITON,
     "sample, penalize": TRITON,
     "logprobs": "torch",

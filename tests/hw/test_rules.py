@@ -2,9 +2,10 @@
 
 import torch
 
-from hw.cuda.rules import CUBLAS, CUTLASS, DECODE, DEEP_GEMM, FLASH_MLA, GROUPED, LINEAR, MASKED, TRITON
+from hw.api import Ops
+from hw.cuda.rules import CUBLAS, CUTLASS, DECODE, DEEP_GEMM, FACTS, FLASH_MLA, GROUPED, LINEAR, MASKED, TRITON
 from hw.quant import QuantTensor, scale_shape
-from hw.rules import Decode, Product, Provider, choose
+from hw.rules import Decode, ModelShapes, Product, Provider, choose
 
 BF16 = torch.bfloat16
 
@@ -40,3 +41,11 @@ def test_products():
         (MASKED, fp8(8, 64, 256), BF16, DEEP_GEMM),
     ):
         assert choose("product", table, Product.of(128, dtype, weight)).library == expected, (table, weight.shape)
+
+
+def test_inspect_leaves_no_op_out():
+    products = {"down": fp8(2112, 7168), "experts": fp8(8, 4096, 7168)}
+    shapes = ModelShapes(BF16, decode(), products, top_k=8, max_rows=2048, max_low_latency_rows=128)
+    named = {op for provider in FACTS.providers(shapes) for op in provider.op.split(", ")}
+    computes_nothing = {"quantizes", "decode_plan", "prefers_absorbed"}
+    assert named - {"dispatch", "combine"} == {name for name in vars(Ops) if not name.startswith("_")} - computes_nothing
