@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from deepserve import __version__
-from deepserve.config import EngineArgs
+from deepserve.config import EngineArgs, SpeculativeConfig
 
 app = typer.Typer(
     name="deepserve",
@@ -49,6 +50,19 @@ Invariant = Annotated[
 Async = Annotated[
     bool | None, _option("--async-scheduling/--no-async-scheduling", help="Plan a step while one runs; default: by device.", panel=_ENGINE)
 ]
+Speculative = Annotated[
+    str | None,
+    _option(
+        "--speculative-config",
+        help='JSON: {"method": "mtp", "num_speculative_tokens": 2, "adaptive": true}. The MTP module drafts, the model verifies; the '
+        "tokens are the same. adaptive (default): fewer drafts, or none, where they do not pay.",
+        panel=_ENGINE,
+    ),
+]
+NumSpeculative = Annotated[
+    int | None,
+    _option("--num-speculative-tokens", "--speculative-num-steps", help="Short for a config with so many; 0: none.", panel=_ENGINE),
+]
 Graphs = Annotated[
     bool | None, _option("--graphs/--enforce-eager", help="Capture decode steps and replay them; default: by device.", panel=_ENGINE)
 ]
@@ -73,7 +87,13 @@ Utilization = Annotated[
 
 
 def _engine_args(values: dict[str, Any]) -> EngineArgs:
-    return EngineArgs(**{name: values[name] for name in EngineArgs.__struct_fields__ if name in values})
+    found = {name: values[name] for name in EngineArgs.__struct_fields__ if name in values}
+    if text := found.get("speculative_config"):
+        try:
+            found["speculative_config"] = msgspec.json.decode(text, type=SpeculativeConfig)
+        except msgspec.DecodeError as error:
+            _fail(f"--speculative-config {text!r}: {error}")
+    return EngineArgs(**found)
 
 
 @app.command()
@@ -105,6 +125,8 @@ def serve(
     batch_invariant: Invariant = False,
     graphs: Graphs = None,
     async_scheduling: Async = None,
+    speculative_config: Speculative = None,
+    num_speculative_tokens: NumSpeculative = None,
     kernel_cache_dir: KernelCache = None,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
@@ -140,6 +162,8 @@ def generate(
     max_model_len: MaxModelLen = None,
     device: Device = _DEFAULTS.device,
     batch_invariant: Invariant = False,
+    speculative_config: Speculative = None,
+    num_speculative_tokens: NumSpeculative = None,
     kernel_cache_dir: KernelCache = None,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
@@ -179,6 +203,7 @@ def inspect(
     tensor_parallel_size: Tp = 1,
     data_parallel_size: Dp = 1,
     num_redundant_experts: Redundant = 0,
+    num_speculative_tokens: NumSpeculative = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxTokens = _DEFAULTS.max_num_batched_tokens,
     kv_cache_memory_bytes: CacheBytes = None,

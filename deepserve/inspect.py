@@ -101,6 +101,7 @@ def _build(config: EngineConfig, backend: Backend, facts: Facts, dtype: str, ran
         rank=rank,
         max_model_len=1,
         num_redundant_experts=config.eplb.num_redundant_experts,
+        with_mtp=config.speculative is not None,
         keep_fp8=config.args.weight_format == "fp8" or (config.args.weight_format == "auto" and facts.keeps_fp8),
         device=torch.device("meta"),
     )

@@ -15,6 +15,11 @@ _GAUGES = (
     ("num_requests_running", "Sequences in the engine's batch.", lambda load: load.num_running),
     ("num_requests_waiting", "Sequences waiting for room.", lambda load: load.num_waiting),
     (
+        "spec_decode_mean_acceptance_length",
+        "Tokens that a sequence came to in a step that verified drafts, on average since start.",
+        lambda load: 1 + load.num_accepted_tokens / (load.num_drafts or 1),
+    ),
+    (
         "kv_cache_usage_perc",
         "Share of pages held by running sequences; 1 is all.",
         lambda load: load.num_held_pages / (load.num_pages or 1),
@@ -24,6 +29,9 @@ _LOAD_COUNTERS = (
     ("num_preemptions", "Sequences that gave their pages back to others.", lambda load: load.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.num_prefix_queried_tokens),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda load: load.num_prefix_hit_tokens),
+    ("spec_decode_num_drafts", "Times that a sequence had drafted tokens verified.", lambda load: load.num_drafts),
+    ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", lambda load: load.num_draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", lambda load: load.num_accepted_tokens),
 )
 _STATS_COUNTERS = (
     ("prompt_tokens", "Prompt tokens of requests that were computed.", lambda stats: stats.num_prompt_tokens),
@@ -57,6 +65,13 @@ class EngineCollector(Collector):
             for engine in engines:
                 family.add_metric((self._model, engine.label), value(engine.load))
             yield family
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that stood, by place.", labels=(*_LABELS, "position")
+        )
+        for engine in engines:
+            for position, count in enumerate(engine.load.num_accepted_by_position):
+                family.add_metric((self._model, engine.label, str(position)), count)
+        yield family
         yield from self._from_stats()
 
     def _from_stats(self) -> Iterable[Metric]:

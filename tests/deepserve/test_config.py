@@ -1,11 +1,12 @@
 """From what a user said to a checked config: every refusal names the value."""
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from deepserve.config import EngineArgs, EngineConfig
+from deepserve.config import EngineArgs, EngineConfig, SpeculativeConfig
 from deepserve.model.config import ModelConfig
 
 MODEL = ModelConfig.from_folder(Path(__file__).parents[2] / "deepserve" / "models" / "deepserve-tiny")
@@ -20,6 +21,27 @@ def test_defaults_resolve():
     assert (config.model_path, config.max_model_len, config.page_size) == ("here", 4096, 64)
     assert (config.parallel.num_ranks, config.eplb.num_redundant_experts) == (1, 0)
     assert config.model is MODEL
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        ({}, None),
+        ({"num_speculative_tokens": 0}, None),
+        ({"speculative_config": SpeculativeConfig(num_speculative_tokens=0)}, None),
+        ({"num_speculative_tokens": 2}, SpeculativeConfig(num_speculative_tokens=2)),
+        ({"speculative_config": SpeculativeConfig(method="deepseek_mtp", adaptive=False), "num_speculative_tokens": 1}, (1, False)),
+    ],
+)
+def test_ways_to_ask_for_drafts(args, wanted):
+    found = resolve(**args).speculative
+    assert found == wanted or (found.num_speculative_tokens, found.adaptive) == wanted
+
+
+def test_drafts_need_an_mtp_module():
+    bare = dataclasses.replace(MODEL, mtp=dataclasses.replace(MODEL.mtp, num_layers=0))
+    with pytest.raises(ValueError, match="needs a model with an MTP module, this one has none"):
+        EngineConfig.resolve(EngineArgs(num_speculative_tokens=1), "here", bare)
 
 
 REFUSED = {
@@ -45,6 +67,13 @@ REFUSED = {
     "whole prompts, cut": (
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096, "long_prefill_token_threshold": 512},
         "long_prefill_token_threshold 512 needs chunked prefill",
+    ),
+    "other method": ({"speculative_config": SpeculativeConfig(method="ngram")}, "one of mtp, deepseek_mtp, got 'ngram'"),
+    "too many drafts": ({"num_speculative_tokens": 17}, "num_speculative_tokens must be from 0 to 16, got 17"),
+    "fewer than no drafts": ({"num_speculative_tokens": -1}, "num_speculative_tokens must be from 0 to 16, got -1"),
+    "two numbers of drafts": (
+        {"speculative_config": SpeculativeConfig(num_speculative_tokens=2), "num_speculative_tokens": 1},
+        "num_speculative_tokens is 1, but speculative_config says 2",
     ),
     "no replicas": ({"data_parallel_size": 0}, "data_parallel_size must be at least 1, got 0"),
     "no ranks": ({"tensor_parallel_size": -2}, "tensor_parallel_size must be at least 1, got -2"),

@@ -294,7 +294,8 @@ def draw_three(folder: str, seed: int, guess: int) -> torch.Tensor:
     """Counts `[16, 16, 16]` of what is drawn with drafts. The module's own drafts are replaced by one good guess, so that many stand."""
     engine = make_engine(model=folder, load_format="dummy", max_num_seqs=128, **mtp(2))
     engine.runner.drafter._best = lambda hidden: torch.full((len(hidden),), guess)
-    requests = [Request([3, 5], {"max_tokens": 3, "n": 128, "seed": 1000 * seed + i, "ignore_eos": True}) for i in range(NUM_DRAWN // 128)]
+    seeds = [7919 * seed + 131 * i for i in range(NUM_DRAWN // 128)]
+    requests = [Request([3, 5], {"max_tokens": 3, "n": 128, "seed": seed, "ignore_eos": True}) for seed in seeds]
     counts = torch.zeros(16, 16, 16, dtype=torch.float64)
     for story in run_together(engine, requests):
         counts[tuple(story.tokens)] += 1
@@ -315,10 +316,10 @@ def misfit(counts: torch.Tensor, exact: torch.Tensor) -> float:
 def test_joint_distribution_of_three_positions(exact, seed):
     folder, wanted = exact
     assert abs(float(wanted.sum()) - 1) < 1e-5
-    assert misfit(draw_three(folder, seed, guess=int(wanted.sum((0, 2)).argmax())), wanted) < 1.25
+    assert misfit(draw_three(folder, seed, guess=int(wanted.sum((0, 2)).argmax())), wanted) < 1.4  # 126 degrees of freedom: 1 +- 0.13
 
 
 def test_drafts_that_stand_unasked_bend_the_distribution(exact, monkeypatch):
     folder, wanted = exact
     accept_all(monkeypatch)
-    assert misfit(draw_three(folder, 1, guess=int(wanted.sum((0, 2)).argmax())), wanted) > 1.5
+    assert misfit(draw_three(folder, 1, guess=int(wanted.sum((0, 2)).argmax())), wanted) > 2

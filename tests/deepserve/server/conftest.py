@@ -193,7 +193,8 @@ class FakeEngine:
         )
 
     def _load(self) -> Load:
-        return Load(num_running=len(self._running), num_pages=64, num_held_pages=len(self._running), num_preemptions=3)
+        drafts = {"num_drafts": 10, "num_draft_tokens": 20, "num_accepted_tokens": 13, "num_accepted_by_position": [9, 4]}
+        return Load(num_running=len(self._running), num_pages=64, num_held_pages=len(self._running), num_preemptions=3, **drafts)
 
     def _send(self, message):
         self._socket.send(self._encoder.encode(message))

@@ -113,7 +113,8 @@ def samples(server) -> dict[tuple, float]:
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            key = (sample.name, sample.labels.get("engine"), sample.labels.get("finished_reason") or sample.labels.get("le"))
+            extra = next((sample.labels[name] for name in ("finished_reason", "le", "position") if name in sample.labels), None)
+            key = (sample.name, sample.labels.get("engine"), extra)
             assert key not in found
             found[key] = sample.value
     return found
@@ -142,6 +143,10 @@ def test_metrics_add_up(serve):
     assert total("inter_token_latency_seconds_count") == total("generation_tokens_total") - 9
     assert total("num_preemptions_total") == 6 and found["vllm:num_requests_running", "0", None] >= 0
     assert 0 <= found["vllm:kv_cache_usage_perc", "1", None] <= 1
+    assert total("spec_decode_num_drafts_total") == 20 and total("spec_decode_num_draft_tokens_total") == 40
+    assert total("spec_decode_num_accepted_tokens_total") == 26
+    assert [total("spec_decode_num_accepted_tokens_per_pos_total", place) for place in "01"] == [18, 8]
+    assert found["vllm:spec_decode_mean_acceptance_length", "0", None] == 2.3
     assert engine.submitted
 
 
