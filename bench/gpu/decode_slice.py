@@ -140,6 +140,7 @@ def run(groups: Groups, args: argparse.Namespace) -> None:
     if prints:
         print(f"{card} x {args.dp}, torch {torch.__version__}, {args.layers} layers, context {args.context}, start {start_s:.1f} s")
         print(engine.memory.table())
+        print(f"left out: dispatch and combine between {'any ranks' if args.dp == 1 else 'machines'}, uneven routing, drafts")
         gpu = "" if args.dp == 1 else "/GPU"
         print(
             f"{'sequences' + gpu:>14}{'step, ms':>12}{'plan, ms':>12}{'tokens/s' + gpu:>14}{'host gap, ms':>15}{'between ranks, ms':>19}"
