@@ -41,20 +41,6 @@ class GemmOps:
             self._deep_gemm.fp8_gemm_nt((x.data, x.scale), (weight.data, weight.scale.float()), out)
         return out
 
-    def absorb_query(self, q, positions, table, w_uk):
-        num_tokens, num_heads, _ = q.shape
-        nope, latent = w_uk.shape[1:]
-        out = torch.empty((num_tokens, num_heads, latent + table.shape[1]), dtype=q.dtype, device=q.device)
-        torch.bmm(q[..., :nope].transpose(0, 1), w_uk, out=out[..., :latent].transpose(0, 1))
-        self.rope(q[..., nope:], positions, table, out=out[..., latent:])
-        return out
-
-    def unabsorb(self, out, w_uv, quant=False):
-        num_tokens, num_heads, _ = out.shape
-        values = torch.empty((num_tokens, num_heads, w_uv.shape[1]), dtype=out.dtype, device=out.device)
-        torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.transpose(0, 1))
-        return quantize(values.flatten(1)) if quant else values.flatten(1)
-
     def expand_latent(self, latent, key, kv_up, nope):
         (num_tokens, rope), num_heads = key.shape, kv_up.shape[0]
         keys = torch.empty((num_tokens, num_heads, nope + rope), dtype=latent.dtype, device=latent.device)

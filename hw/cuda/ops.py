@@ -2,7 +2,8 @@
 
     attention     mla_decode     FlashMLA (bf16, latent 512 + rope 64, pages of 64); else Triton
                   mla_prefill, merge_attention, latent_write, latent_gather    Triton
-    gemm          linear, head_matmul    cuBLAS; fp8: DeepGEMM; else dequantised, then cuBLAS
+    absorb        absorb_query, unabsorb    Triton for few tokens in bf16; else cuBLAS and Triton
+    gemm          linear, expand_latent  cuBLAS; fp8: DeepGEMM; else dequantised, then cuBLAS
                   grouped_linear         CUTLASS through torch (bf16); fp8: DeepGEMM; else Triton
                   grouped_linear_masked  DeepGEMM (bf16 of some size, fp8); else Triton
     elementwise, gate, sampling          Triton; log-probabilities: torch
@@ -12,6 +13,7 @@ No op waits for the device, except that a throughput dispatch brings its counts 
 
 from types import ModuleType
 
+from hw.cuda.absorb import AbsorbOps
 from hw.cuda.attention import AttentionOps
 from hw.cuda.elementwise import ElementwiseOps
 from hw.cuda.gate import GateOps
@@ -19,7 +21,7 @@ from hw.cuda.gemm import GemmOps
 from hw.cuda.sampling import SamplingOps
 
 
-class CudaOps(AttentionOps, GemmOps, ElementwiseOps, GateOps, SamplingOps):
+class CudaOps(AttentionOps, AbsorbOps, GemmOps, ElementwiseOps, GateOps, SamplingOps):
     """See `hw.api.Ops`. Without a library its shapes run on the composites, which is what the tests compare them with."""
 
     def __init__(self, *, flash_mla: ModuleType | None, deep_gemm: ModuleType | None):

@@ -22,6 +22,18 @@ LARGE_WEIGHT = 1 << 20
 DEEP_EP_WIDTHS, DEEP_EP_MOST_TOKENS = (2048, 2560, 4096, 5120, 6144, 7168, 8192), 511
 
 
+# Most tokens for which one kernel around absorbed attention beats a product of cuBLAS and the passes beside it.
+ABSORB_MOST_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Absorb:
+    """Shape of `absorb_query` and `unabsorb`."""
+
+    dtype: torch.dtype
+    rows: int  # tokens
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """Shape of what travels to experts on other ranks."""
@@ -86,6 +98,14 @@ def _cutlass_grouped(shape: Product) -> str | None:
     return None
 
 
+def _triton_absorb(shape: Absorb) -> str | None:
+    if shape.dtype != torch.bfloat16:
+        return f"activations in {shape.dtype}, it takes {torch.bfloat16}"
+    most = ABSORB_MOST_ROWS
+    return f"{shape.rows} tokens, more than {most}, where reading the matrices no longer counts" if shape.rows > most else None
+
+
+ABSORB = (Candidate(TRITON, _triton_absorb), Candidate(CUBLAS, takes_all))
 DECODE = (Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
 LINEAR = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUBLAS, takes_all))
 GROUPED = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUTLASS, _cutlass_grouped), Candidate(TRITON, takes_all))
@@ -98,7 +118,7 @@ FIXED = {
     "rms_norm, add_rms_norm, rope, silu_mul": TRITON,
     "latent_write, latent_gather": TRITON,
     "mla_prefill, merge_attention": TRITON,
-    "absorb_query, unabsorb, expand_latent": f"{CUBLAS}, {TRITON}",
+    "expand_latent": f"{CUBLAS}, {TRITON}",
     "gate_logits": CUBLAS,
     "gate_topk": TRITON,
     "sample, penalize": TRITON,
@@ -127,6 +147,7 @@ def providers(model: ModelShapes) -> list[Provider]:
             lambda num: choose("mla_decode", DECODE, replace(d, num_seqs=num)), f"{d.num_heads} heads, latent {d.latent} + rope {d.rope}"
         )
     )
+    found += by_rows(lambda rows: choose("absorb_query, unabsorb", ABSORB, Absorb(model.dtype, rows)), f"{d.num_heads} heads")
     for role, weight in model.products.items():
         label = f"{role} {' x '.join(map(str, weight.shape))}"
         tables = (("linear", LINEAR),) if len(weight.shape) == 2 else (("grouped_linear", GROUPED), ("grouped_linear_masked", MASKED))
