@@ -302,6 +302,34 @@ def sample(dtype):
         inputs = SampleInputs(temperature, top_k, top_p, min_p, *keys, case.sampled, case.filtered)
         # Half-integer logits: ties at the borders of the filters.
         yield case.id, Call(((torch.randn(num, case.vocab_size) * 6).round() / 2, inputs))
+    yield from filter_borders()
+
+
+def filter_borders() -> Iterator[tuple[str, Call]]:
+    """Rows of one kind each, with every filter alone and all together."""
+    vocab = 700
+    only_one, few = torch.full((vocab,), -torch.inf), torch.full((vocab,), -torch.inf)
+    only_one[77] = 3.0
+    few[[5, 350, 699]] = torch.tensor([2.5, 3.0, 2.5])
+    rows = {
+        "spread": torch.randn(vocab) * 3,
+        "peaked": torch.randn(vocab) * 30,
+        "nearly-flat": torch.randn(vocab) * 0.1 - 5,
+        "flat": torch.zeros(vocab),
+        "one-finite": only_one,
+        "three-finite": few,
+    }
+    # [temperature, top_k, top_p, min_p]
+    settings = [
+        (1.0, 700, 1.0, 0.0), (1.0, 699, 1.0, 0.0), (1.0, 1, 1.0, 0.0), (0.02, 50, 0.9, 0.0), (1.5, 0, 0.999, 0.01),
+        (1.0, 0, 1e-6, 0.0), (1.0, 0, 1.0, 1.0), (0.7, 40, 0.95, 0.05), (0.0, 40, 0.5, 0.5),
+    ]  # fmt: skip
+    for name, logits in rows.items():
+        temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
+        num = len(settings)
+        keys = torch.arange(num) * 7919 - 3, torch.arange(num) % 2, torch.arange(num) + 40
+        inputs = SampleInputs(temperature, top_k, top_p, min_p, *keys, True, True)
+        yield name, Call((logits.expand(num, -1).contiguous(), inputs))
 
 
 def logprobs(dtype):

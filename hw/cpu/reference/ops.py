@@ -184,7 +184,9 @@ class ReferenceOps:
         logprobs = logits.log_softmax(-1)
         token = logprobs.gather(1, tokens[:, None])
         top = logprobs.topk(num_top, dim=-1)
-        return Logprobs(token[:, 0], (logprobs > token).sum(-1) + 1, top.indices, top.values)
+        # Ranks compare logits: the subtraction above can round different ones to the same value.
+        rank = (logits > logits.gather(1, tokens[:, None])).sum(-1) + 1
+        return Logprobs(token[:, 0], rank, top.indices, top.values)
 
 
 def softmax_or_zero(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
