@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import httpx
 import psutil
@@ -23,10 +24,7 @@ class Served:
 
     def start(self, command: Sequence[str], *, wait_ready: bool) -> None:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self.listen(self.process.stderr)
         try:
             self.url = self.wait_for_line(r"listening on (\S+)")
             if wait_ready:
@@ -35,8 +33,16 @@ class Served:
             self.kill()
             raise
 
-    def _read(self) -> None:
-        for line in self.process.stderr:
+    def listen(self, pipe: TextIO) -> None:
+        """Gather lines from now on."""
+        self.lines: list[str] = []
+        self._pipe = pipe
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, args=(pipe,), daemon=True)
+        self._reader.start()
+
+    def _read(self, pipe: TextIO) -> None:
+        for line in pipe:
             with self._news:
                 self.lines.append(line.rstrip())
                 self._news.notify_all()
@@ -78,7 +84,7 @@ class Served:
         self.process.kill()
         self.process.wait()
         self._reader.join(WAIT_S)
-        self.process.stderr.close()
+        self._pipe.close()
 
     def __enter__(self) -> "Served":
         return self
