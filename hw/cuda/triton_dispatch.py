@@ -6,7 +6,8 @@ import triton.language as tl
 from hw.cuda.early import wait_for_inputs
 
 
-@triton.jit
+# Arguments that are not specialised change from step to step: the kernels are compiled once for all of them.
+@triton.jit(do_not_specialize=["num_rows"])
 def count_kernel(topk_ptr, counts_ptr, num_rows, BLOCK: tl.constexpr):
     """Grid (experts, blocks of rows): how many (token, k) rows of each block an expert gets, `[experts, blocks]` int32."""
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -14,7 +15,7 @@ def count_kernel(topk_ptr, counts_ptr, num_rows, BLOCK: tl.constexpr):
     tl.store(counts_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(mine.to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
 def place_kernel(
     topk_ptr, block_counts_ptr, home_ptr, counts_ptr, num_rows, capacity, align,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -49,7 +50,7 @@ def _num_before(topk_ptr, end, expert, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride", "group_stride", "num_rows", "capacity", "scale_expert_stride", "out_scale_stride"])
 def scatter_rows_kernel(
     x_ptr, scale_ptr, topk_ptr, home_ptr, out_ptr, out_scale_ptr, experts_ptr, counts_ptr, x_stride, scale_stride,
     group_stride, num_rows, capacity, expert_stride, scale_expert_stride, out_scale_stride, width,
@@ -87,7 +88,7 @@ def scatter_rows_kernel(
             tl.store(out_scale_ptr + there * scale_expert_stride + local + groups * out_scale_stride, scale, groups * 128 < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def combine_kernel(
     y_ptr, home_ptr, weight_ptr, shared_ptr, out_ptr, capacity, expert_stride, width,
     TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,

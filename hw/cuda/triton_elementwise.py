@@ -15,7 +15,8 @@ def normed_row(x, weight, width, eps):
     return ((wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
+# Arguments that are not specialised change from step to step: the kernels are compiled once for all of them.
+@triton.jit(do_not_specialize=["scale_stride"])
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, data_ptr, scale_ptr, sum_ptr, x_stride, residual_stride, scale_stride, width, eps,
     HAS_RESIDUAL: tl.constexpr, DENSE: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
@@ -68,7 +69,7 @@ def rope_kernel(
     tl.store(out_ptr + token * out_token_stride + heads * out_head_stride + cols, out.to(out_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "scale_expert_stride", "scale_stride"])
 def silu_mul_kernel(
     x_ptr, out_ptr, scale_ptr, counts_ptr, inner, capacity, x_expert_stride, x_stride, out_expert_stride, scale_expert_stride, scale_stride,
     HAS_COUNTS: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
@@ -96,7 +97,7 @@ def silu_mul_kernel(
         tl.store(out_ptr + cols, product, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def latent_write_kernel(
     down_ptr, q_weight_ptr, weight_ptr, positions_ptr, table_ptr, slots_ptr, cache_ptr, q_ptr, q_scale_ptr, latent_ptr, key_ptr,
     stride, scale_stride, q_rank, rank, half, eps,

@@ -25,7 +25,8 @@ def store_quantized(x, data_ptr, scale_ptr, scale_stride, width, BLOCK: tl.const
     tl.store(scale_ptr + groups * scale_stride, scale, real)
 
 
-@triton.jit
+# Compiled once for any number of rows.
+@triton.jit(do_not_specialize=["capacity", "data_rows", "scale_stride"])
 def quantize_kernel(
     x_ptr, counts_ptr, data_ptr, scale_ptr, x_expert_stride, x_stride, capacity, data_rows, scale_stride, num_groups,
     HAS_COUNTS: tl.constexpr, EARLY: tl.constexpr, GROUPS: tl.constexpr,
