@@ -52,7 +52,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     memory_utilization: float = 0.9
     num_pages: int | None = None  # overrides the memory budget
     num_redundant_experts: int = 0
-    max_dispatch_tokens_per_rank: int = 128  # cap of the low-latency expert dispatch
+    max_dispatch_tokens_per_rank: int = 256  # cap of the low-latency expert dispatch: a full batch decodes in that mode
     batch_invariant: bool = False
     graphs: bool | None = None  # capture decode steps and replay them; None: where that is cheaper
     speculative_config: SpeculativeConfig | None = None
