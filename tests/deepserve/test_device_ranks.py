@@ -24,12 +24,15 @@ PROMPTS = json.loads(DATA.read_text())
 COMMON = {"dtype": "float32", "num_pages": 40, "max_model_len": 1024, "max_num_seqs": 12, "max_dispatch_tokens_per_rank": 16}
 DP2, TP2 = {"data_parallel_size": 2}, {"tensor_parallel_size": 2}
 PLAIN = {"graphs": False, "async_scheduling": False}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 LAYOUTS = {
     "dp2": {**DP2, "max_num_batched_tokens": 64},
     "dp2, plain": {**DP2, **PLAIN},
     "dp2, throughput": {**DP2, "max_dispatch_tokens_per_rank": 1},
     "tp2": {**TP2, "max_num_batched_tokens": 64},
     "tp2, plain": {**TP2, **PLAIN},
+    "dp2, drafts": {**DP2, **MTP},
+    "tp2, drafts": {**TP2, **MTP, "async_scheduling": False},
 }
 
 
