@@ -256,16 +256,22 @@ def other_jobs(ops, comm) -> Iterator[Job]:
     step = ExpertStep(ExpertMode.LOW_LATENCY, BATCH)
     weights = torch.rand(BATCH, 8, device=DEVICE)
 
+    def sent() -> tuple[Activation, torch.Tensor]:
+        forms, _ = ops.add_rms_norm(normal(BATCH, HIDDEN), normal(BATCH, HIDDEN), normal(HIDDEN), 1e-6, False, True)
+        return forms, torch.rand(BATCH, 8, device=DEVICE).argsort(-1)
+
     def dispatch():
-        x, topk = normal(BATCH, HIDDEN), torch.rand(BATCH, 8, device=DEVICE).argsort(-1)
-        return lambda: comm.dispatch(Activation(x), topk, weights, step, 8)
+        x, topk = sent()
+        return lambda: comm.dispatch(x, topk, weights, step, 8)
 
     def combine():
-        sent = comm.dispatch(Activation(normal(BATCH, HIDDEN)), torch.rand(BATCH, 8, device=DEVICE).argsort(-1), weights, step, 8)
-        return lambda: comm.combine(sent.x, weights, sent)
+        x, topk = sent()
+        dispatched, y, shared = comm.dispatch(x, topk, weights, step, 8), normal(8, BATCH, HIDDEN), normal(BATCH, HIDDEN)
+        return lambda: comm.combine(y, weights, dispatched, shared)
 
-    yield Job("dispatch 8 of 8 experts, local", "ours", 9 * BATCH * HIDDEN * 2, 0, BF16_RATE, dispatch)
-    yield Job("combine 8 of 8 experts, local", "ours", BATCH * HIDDEN * (8 * 2 + 4), 0, BF16_RATE, combine)
+    row = HIDDEN + HIDDEN // 128 * 4  # bytes of a quantised one
+    yield Job("dispatch 8 of 8 experts, local, fp8", "ours", 9 * BATCH * row, 0, BF16_RATE, dispatch)
+    yield Job("combine 8 of 8 experts and shared, local", "ours", 2 * BATCH * HIDDEN * (8 + 1 + 1), 0, BF16_RATE, combine)
     num_bytes = BATCH * VOCAB * 4
     none, ones = torch.zeros(BATCH, dtype=torch.int64, device=DEVICE), torch.ones(BATCH, device=DEVICE)
     keys = (torch.arange(BATCH, device=DEVICE), none, none + CONTEXT)
