@@ -80,7 +80,7 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """The root's contiguous tensor, in place. Any dtype: the wire carries bytes."""
         if self.size > 1 and tensor.numel():
-            options = dist.BroadcastOptions()
+            options = in_order(dist.BroadcastOptions())
             options.rootRank = root
             wire = tensor.view(-1).view(torch.uint8)
             self._run(lambda: self._comm.broadcast([wire], options))
@@ -97,7 +97,7 @@ class Group:
         wire_in = x.contiguous().flatten().view(torch.uint8)
         wire_out = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8, device=x.device)
         splits = [[n * row_bytes for n in receive], [n * row_bytes for n in send]]
-        self._run(lambda: self._comm.alltoall_base(wire_out, wire_in, *splits))
+        self._run(lambda: self._comm.alltoall_base(wire_out, wire_in, *splits, in_order(dist.AllToAllOptions())))
         return wire_out.view(x.dtype).view(sum(receive), *x.shape[1:])
 
     def all_gather_rows(self, x: torch.Tensor, lens: list[int]) -> torch.Tensor:
@@ -131,9 +131,17 @@ class Group:
 
     def _run(self, start: Callable[[], Any]) -> None:
         try:
-            start().wait()
+            work = start()
+            if work is not None:  # on a device it is queued
+                work.wait()
         except RuntimeError as error:
             raise PeerLost(f"group {self.name!r}: {str(error).splitlines()[0]}") from error
+
+
+def in_order(options: Any) -> Any:
+    """Options of a call that a device runs on its current stream, behind what is queued there."""
+    options.asyncOp = False
+    return options
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import triton
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from hw.cuda.triton_ranks import sum_parts_kernel
-from hw.groups import Group, Rendezvous
+from hw.groups import Group, Rendezvous, in_order
 
 # NCCL's own watchdog would end the process without a word; waits on the host have a deadline instead.
 WATCHDOG = timedelta(days=7)
@@ -30,9 +31,10 @@ class NcclGroup(Group):
         comm = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         # Connections are made at first use, which must not be while a graph is recorded.
         first = torch.zeros(self.size, dtype=torch.uint8, device="cuda")
-        comm.alltoall_base(torch.empty_like(first), first, [1] * self.size, [1] * self.size).wait()
-        comm.broadcast([first], dist.BroadcastOptions()).wait()
-        comm._allgather_base(torch.empty(self.size**2, dtype=torch.uint8, device="cuda"), first).wait()
+        even = [1] * self.size
+        comm.alltoall_base(torch.empty_like(first), first, even, even, in_order(dist.AllToAllOptions()))
+        comm.broadcast([first], in_order(dist.BroadcastOptions()))
+        comm._allgather_base(torch.empty(self.size**2, dtype=torch.uint8, device="cuda"), first, in_order(AllgatherOptions()))
         torch.cuda.synchronize()
         return comm
 
@@ -46,7 +48,7 @@ class NcclGroup(Group):
         if x.shape[0] < most:  # the call takes as many rows from everyone
             x = torch.cat((x, x.new_zeros(most - x.shape[0], *x.shape[1:])))
         wire = torch.empty((self.size * most, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        self._run(lambda: self._comm._allgather_base(_bytes(wire), _bytes(x.contiguous())))
+        self._run(lambda: self._comm._allgather_base(_bytes(wire), _bytes(x.contiguous()), in_order(AllgatherOptions())))
         if min(lens) == most:
             return wire
         return torch.cat([part[:num] for part, num in zip(wire.chunk(self.size), lens, strict=True)])
