@@ -7,7 +7,9 @@ from pathlib import Path
 
 from launch.cluster import Cluster, load
 from launch.commands import commands, render
+from launch.kubernetes import PodOptions, manifests
 from launch.preflight import preflight
+from launch.slurm import sbatch_script
 from launch.supervise import Supervisor
 
 
@@ -37,6 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     with_cluster(command("render", _render, "print for each host what to start there"))
     up = with_cluster(command("up", _up, "start this host's share and watch it"))
     up.add_argument("--host", help="which of the hosts this is; default: the one whose address this machine has")
+    slurm = with_cluster(command("slurm", _slurm, "print an sbatch script"))
+    slurm.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a further option of sbatch, as partition=gpu")
+    k8s = with_cluster(command("k8s", _k8s, "print Kubernetes manifests: LeaderWorkerSets, frontend, service"))
+    k8s.add_argument("--image", required=True, help="container image with deepserve installed")
+    k8s.add_argument("--device-resource", metavar="NAME", help="extended resource that each rank takes one of, as nvidia.com/gpu")
+    k8s.add_argument("--model-claim", metavar="NAME", help="PersistentVolumeClaim to mount at the model's path")
+    k8s.add_argument("--shared-memory", default="16Gi", metavar="SIZE", help="of /dev/shm in pods with ranks")
     check = command("preflight", _preflight, "check packages, library versions and the model folder of this machine")
     check.add_argument("--model", type=Path, help="checkpoint folder; default: the shipped model")
     return parser
@@ -57,6 +66,17 @@ def _up(flags: argparse.Namespace) -> int:
         raise ValueError(f"{cluster.path} has nothing to run on {host}")
     limits = cluster.supervision
     return Supervisor(share, log_dir=cluster.log_dir, max_restarts=limits.max_restarts, stop_timeout_s=limits.stop_timeout_s).run()
+
+
+def _slurm(flags: argparse.Namespace) -> int:
+    print(sbatch_script(load(flags.cluster, flags.hosts), flags.set), end="")
+    return 0
+
+
+def _k8s(flags: argparse.Namespace) -> int:
+    options = PodOptions(flags.image, flags.device_resource, flags.model_claim, flags.shared_memory)
+    print(manifests(load(flags.cluster, flags.hosts), options), end="")
+    return 0
 
 
 def _preflight(flags: argparse.Namespace) -> int:

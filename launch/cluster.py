@@ -190,12 +190,15 @@ class Cluster:
 
 
 def load(path: str | Path, hosts: list[str] | None = None) -> Cluster:
-    """Read and check a cluster file. `hosts` replaces the file's, for schedulers that pick machines. Raises ValueError."""
+    """Read and check a cluster file. Raises ValueError.
+
+    hosts: stand in for the file's, one for one, for schedulers that pick machines; the file's are mere names then.
+    """
     path = Path(path)
     text = read_text(path, "cluster file")
     try:
         file = msgspec.toml.decode(text, type=ClusterFile)
-        return _resolve(path.absolute(), msgspec.structs.replace(file, hosts=hosts) if hosts else file, hosts_given=bool(hosts))
+        return _resolve(path.absolute(), _with_hosts(file, hosts) if hosts else file, hosts_given=bool(hosts))
     except (msgspec.DecodeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -214,6 +217,20 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _with_hosts(file: ClusterFile, hosts: list[str]) -> ClusterFile:
+    if len(hosts) != len(file.hosts):
+        raise ValueError(f"it has {len(file.hosts)} hosts, {len(hosts)} were given: {','.join(hosts)}")
+    stands_for = dict(zip(file.hosts, hosts, strict=True))
+    replace = msgspec.structs.replace
+
+    def moved(specs: list[InstanceSpec]) -> list[InstanceSpec]:
+        return [replace(spec, hosts=[stands_for.get(host, host) for host in spec.hosts]) for spec in specs]
+
+    frontend = replace(file.frontend, host=stands_for.get(file.frontend.host, file.frontend.host))
+    instances = {role: moved(getattr(file, role)) for role in ROLES}
+    return replace(file, hosts=hosts, frontend=frontend, **instances)
 
 
 def _resolve(path: Path, file: ClusterFile, *, hosts_given: bool) -> Cluster:

@@ -94,11 +94,16 @@ def test_torchrun_takes_every_flag(pd):
 
 
 def test_hosts_can_be_given_by_a_scheduler(tmp_path):
-    path = write(tmp_path, 'hosts = ["x"]\nsecret_file = "secret"\n[[unified]]\nnodes = 2\ndp = 2\n')
+    """The file's hosts are mere names then."""
+    text = 'hosts = ["x", "y"]\nsecret_file = "secret"\n[frontend]\nhost = "y"\n[[unified]]\nnodes = 2\ndp = 2\n'
+    path = write(tmp_path, text + '[[unified]]\nhosts = ["y"]\n')
     cluster = load(path, ["node7", "node3"])
-    assert cluster.instances[0].hosts == ("node3", "node7") and cluster.frontend.host == "node7"
+    assert [instance.hosts for instance in cluster.instances] == [("node3", "node7"), ("node3",)]
+    assert cluster.frontend.host == "node3"
+    with pytest.raises(ValueError, match="it has 2 hosts, 3 were given: a,b,c"):
+        load(path, ["a", "b", "c"])
     started = [line for line in render(cluster).splitlines() if not line.startswith("#")]
-    assert len(started) == 3 and all("--hosts node7,node3" in line for line in started)
+    assert len(started) == 4 and all("--hosts node7,node3" in line for line in started)
 
 
 def test_one_host_is_shared(tmp_path):
@@ -204,5 +209,5 @@ def test_up_needs_to_know_which_host_this_is(tmp_path):
     assert ended.returncode == 1 and "has nothing to run on 127.0.0.2" in ended.stderr
     ended = launch("up", str(path), "--host", "127.0.0.3")
     assert ended.returncode == 1 and "--host 127.0.0.3 is none of the hosts" in ended.stderr
-    ended = launch("up", str(path), "--hosts", "192.0.2.1")
+    ended = launch("up", str(path), "--hosts", "192.0.2.1,192.0.2.2")
     assert ended.returncode == 1 and "need a secret_file" in ended.stderr
