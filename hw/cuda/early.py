@@ -19,4 +19,4 @@ def wait_for_inputs(EARLY: tl.constexpr):
 
 def early(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that begins with `wait_for_inputs`."""
-    return {"EARLY": device.type == "cuda"}
+    return {"EARLY": True, "launch_pdl": True} if device.type == "cuda" else {"EARLY": False}

@@ -25,6 +25,7 @@ class CudaRuntime:
     def __init__(self, device: torch.device, kernel_cache: KernelCache, peers: Group | None = None):
         """peers: ranks whose work this one's waits for; a wait longer than their timeout raises PeerLost."""
         self.device, self._kernel_cache, self._peers = device, kernel_cache, peers
+        self._side = torch.cuda.Stream(device)  # for `beside`
         self._pool: tuple[int, int] | None = None  # memory that all graphs share; the first one captured must be the largest
 
     def memory(self) -> MemoryInfo:
@@ -56,8 +57,20 @@ class CudaRuntime:
         torch.cuda.synchronize(self.device)
 
     def beside(self, work: Callable[[], T]) -> Callable[[], T]:
-        result = work()
-        return lambda: result
+        # Only small steps leave multiprocessors idle, and those are captured; others would only pay for a second stream's memory.
+        if not torch.cuda.is_current_stream_capturing():
+            result = work()
+            return lambda: result
+        here, there = torch.cuda.current_stream(), self._side
+        there.wait_stream(here)
+        with torch.cuda.stream(there):
+            result = work()
+
+        def join() -> T:
+            here.wait_stream(there)
+            return result
+
+        return join
 
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         warm_up(shapes, self._kernel_cache, progress)

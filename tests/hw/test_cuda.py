@@ -276,6 +276,25 @@ def test_layers_share_a_decode_plan(opened):
             assert torch.equal(shared, own)
 
 
+def test_work_beside_a_captured_path_joins_it(opened):
+    """Both branches read what came before the fork, and what comes after the join reads both."""
+    ops, runtime = opened.ops, opened.runtime
+    x, norm, w = (normal(*shape, dtype=BF16).to(runtime.device) for shape in ((64, 512), (512,), (512, 512)))
+
+    def step() -> torch.Tensor:
+        forms, total = ops.add_rms_norm(x, x, norm, 1e-6)
+        beside = runtime.beside(lambda: ops.linear(ops.silu_mul(forms.dense), w[:, :256]))
+        here = total
+        for _ in range(20):
+            here = ops.rms_norm(here, norm, 1e-6)
+        return here + beside()
+
+    replay = runtime.capture(step)
+    for _ in range(5):
+        x.copy_(torch.randn_like(x))
+        assert torch.equal(replay(), step())
+
+
 def test_a_captured_step_is_the_step(opened):
     """Captured work reads its buffers anew at every replay, and uploads and downloads keep their order around it."""
     runtime = opened.runtime
