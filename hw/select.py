@@ -51,5 +51,19 @@ def backend_facts(name: str) -> Facts:
     raise ValueError(_unknown(name))
 
 
+def list_devices(name: str) -> tuple[list[str] | None, str]:
+    """A line for each device of a backend on this machine, and its driver's version; None: its ranks share the machine.
+
+    Raises ValueError for an unknown name, and whatever a broken driver raises.
+    """
+    if name == "cpu":
+        return None, ""
+    if name == "cuda":
+        from hw.cuda.devices import list_gpus
+
+        return list_gpus()
+    raise ValueError(_unknown(name))
+
+
 def _unknown(name: str) -> str:
     return f"unknown device {name!r}, known are: {', '.join(NAMES)}"

@@ -4,13 +4,15 @@ import argparse
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launch.cluster import Cluster, load
-from launch.commands import commands, render
-from launch.kubernetes import PodOptions, manifests
-from launch.preflight import preflight
-from launch.slurm import sbatch_script
-from launch.supervise import Supervisor
+from launch.preflight import HOME, ROOTS, installation, package_folder, preflight, root_clashes, verdict
+
+if TYPE_CHECKING:
+    from launch.cluster import Cluster
+
+
+# Commands import what they need themselves: preflight comes before anything of ours is known to be ours.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,17 +48,28 @@ def _parser() -> argparse.ArgumentParser:
     k8s.add_argument("--device-resource", metavar="NAME", help="extended resource that each rank takes one of, as nvidia.com/gpu")
     k8s.add_argument("--model-claim", metavar="NAME", help="PersistentVolumeClaim to mount at the model's path")
     k8s.add_argument("--shared-memory", default="16Gi", metavar="SIZE", help="of /dev/shm in pods with ranks")
-    check = command("preflight", _preflight, "check packages, library versions and the model folder of this machine")
+    check = command("preflight", _preflight, "check this machine, or all hosts of a cluster: run it on each of them at the same time")
+    check.add_argument("cluster", type=Path, nargs="?", help="cluster file; without one: this machine and --model")
     check.add_argument("--model", type=Path, help="checkpoint folder; default: the shipped model")
+    check.add_argument("--hosts", type=lambda text: text.split(","), help="replaces the file's hosts: a,b,c")
+    check.add_argument("--host", help="which of the hosts this is; default: the one whose address this machine has")
+    check.add_argument("--wait-s", type=float, default=60.0, metavar="SECONDS", help="for the other hosts to come")
     return parser
 
 
 def _render(flags: argparse.Namespace) -> int:
+    from launch.cluster import load
+    from launch.commands import render
+
     print(render(load(flags.cluster, flags.hosts)))
     return 0
 
 
 def _up(flags: argparse.Namespace) -> int:
+    from launch.cluster import load
+    from launch.commands import commands
+    from launch.supervise import Supervisor
+
     cluster = load(flags.cluster, flags.hosts)
     cluster.check_roles()
     cluster.secret()  # a bad one is told once, here
@@ -69,21 +82,37 @@ def _up(flags: argparse.Namespace) -> int:
 
 
 def _slurm(flags: argparse.Namespace) -> int:
+    from launch.cluster import load
+    from launch.slurm import sbatch_script
+
     print(sbatch_script(load(flags.cluster, flags.hosts), flags.set), end="")
     return 0
 
 
 def _k8s(flags: argparse.Namespace) -> int:
+    from launch.cluster import load
+    from launch.kubernetes import PodOptions, manifests
+
     options = PodOptions(flags.image, flags.device_resource, flags.model_claim, flags.shared_memory)
     print(manifests(load(flags.cluster, flags.hosts), options), end="")
     return 0
 
 
 def _preflight(flags: argparse.Namespace) -> int:
-    return preflight(flags.model)
+    if flags.cluster is None:
+        return preflight(flags.model)
+    if flags.model is not None:
+        raise ValueError("--model is for a machine alone: a cluster file names its model")
+    if root_clashes(HOME, {name: package_folder(name) for name in ROOTS}):
+        return verdict(installation()[1])  # a foreign package must not be run
+    from launch.cluster import load
+    from launch.host_check import preflight_host
+
+    cluster = load(flags.cluster, flags.hosts)
+    return preflight_host(cluster, _this_host(cluster, flags.host), flags.wait_s)
 
 
-def _this_host(cluster: Cluster, named: str | None) -> str:
+def _this_host(cluster: "Cluster", named: str | None) -> str:
     """Raises ValueError."""
     if named is not None:
         if named not in cluster.hosts:

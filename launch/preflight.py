@@ -1,7 +1,8 @@
 """`python -m launch preflight`: is this machine's installation whole? Loads no torch, reports every clash at once.
 
 The packages have short names (`moe`, `mtp`, `hw`, ...) that other distributions use too; pip would lay a foreign `moe` over
-ours without a word. So the seven roots must lie beside each other and hold our modules.
+ours without a word. So the seven roots must lie beside each other and hold our modules. Nothing of ours is imported here before that is
+known: what `launch.host_check` needs for a cluster's hosts comes after.
 """
 
 import importlib.util
@@ -25,6 +26,7 @@ REQUIRED = ("torch", "numpy", "msgspec", "pyzmq", "safetensors", "tokenizers", "
 OPTIONAL = ("tokenspeed-flashmla", "tokenspeed-deepgemm", "tokenspeed-deepep", "nvidia-nvshmem-cu13", "torch-npu", "nixl")
 MODEL_FILES = ("config.json", "tokenizer.json")
 MIN_PYTHON = (3, 11)
+HOME = Path(__file__).resolve().parents[1]
 
 
 def package_folder(name: str) -> Path | None:
@@ -72,23 +74,31 @@ def model_clashes(folder: Path) -> list[str]:
     return clashes
 
 
-def preflight(model: Path | None = None) -> int:
-    """Prints what is installed, then every clash; returns the exit code."""
-    home = Path(__file__).resolve().parents[1]
-    model = model or home / "deepserve" / "models" / "deepserve-tiny"
+def installation() -> tuple[dict[str, str], list[str]]:
+    """Prints what is installed; versions of what matters, and clashes."""
     versions = {name: version(name) for name in REQUIRED + OPTIONAL}
     print(f"python {platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}")
-    print(f"packages in {home}")
+    print(f"packages in {HOME}")
     for name, found in versions.items():
         if found or name in REQUIRED:
             print(f"  {name:<22} {found or 'MISSING'}")
-    print(f"model in {model}")
-
     clashes = [] if sys.version_info >= MIN_PYTHON else [f"Python {platform.python_version()} is older than 3.11"]
-    clashes += root_clashes(home, {name: package_folder(name) for name in ROOTS})
+    clashes += root_clashes(HOME, {name: package_folder(name) for name in ROOTS})
     clashes += [f"library {name} is not installed" for name in REQUIRED if versions[name] is None]
-    clashes += model_clashes(model)
+    return {"python": platform.python_version()} | {name: found or "missing" for name, found in versions.items()}, clashes
+
+
+def verdict(clashes: list[str]) -> int:
+    """Prints every clash; returns the exit code."""
     for clash in clashes:
         print(f"CLASH: {clash}")
     print(f"{len(clashes)} clashes" if clashes else "all well")
     return 1 if clashes else 0
+
+
+def preflight(model: Path | None = None) -> int:
+    """Of this machine alone; returns the exit code. model: the shipped one unless given."""
+    _, clashes = installation()
+    model = model or HOME / "deepserve" / "models" / "deepserve-tiny"
+    print(f"model in {model}")
+    return verdict(clashes + model_clashes(model))
