@@ -6,7 +6,7 @@ No cluster was used. The step of an instance is taken to be
 
     rest + sum over MoE layers of the experts' time on the layer's busiest rank
 
-experts    measured on one H200 by bench/gpu/expert_rows.py, a function of the rows that a rank's slots get on average
+experts    measured on one H200 (bench/results/expert_rows_h200.json), a function of the rows that a rank's slots get together
 rest       decode: the measured step of V3's slice (128 sequences a rank, 4,096 tokens of context) less its 8 experts, plus dispatch and
            combine of each layer as measured between two GPUs, 70 us. Prefill: the slice's rate, less its experts; communication hidden.
 loads      windows of bench/eplb_workload.py ("recorded", medium drift); every step of a window has the window's load, spread over copies
@@ -49,23 +49,27 @@ class Instance:
 
 
 class ExpertTime:
-    """Seconds of one rank's experts in a layer, between the measured numbers of rows; beyond them the last slope goes on."""
+    """Seconds of a rank's experts in a layer by the rows of all its slots, between measured points; beyond, the last slope goes on."""
 
-    def __init__(self, layout: str, slots: int):
+    def __init__(self, layout: str, slots: int | None):
+        """slots: None takes the points of any number."""
         rows = json.loads((RESULTS / "expert_rows_h200.json").read_text())["rows"]
-        mine = [row for row in rows if (row["layout"], row["slots"]) == (layout, slots)]
-        self.slots = slots
-        self.rows, self.seconds = (np.array([row[name] for row in mine], float) for name in ("rows", "us"))
-        self.seconds *= 1e-6
+        mine = sorted((row["rows"] * row["slots"], row["us"]) for row in rows if row["layout"] == layout and slots in (None, row["slots"]))
+        self.rows, self.seconds = np.array(mine).T * [[1.0], [1e-6]]
 
-    def __call__(self, rank_rows: np.ndarray) -> np.ndarray:
-        each = rank_rows / self.slots
-        beyond = np.maximum(each - self.rows[-1], 0) * (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
-        return np.interp(each, self.rows, self.seconds) + beyond
+    def __call__(self, rows: np.ndarray | float) -> np.ndarray:
+        beyond = np.zeros_like(rows)
+        if len(self.rows) > 1:
+            beyond = np.maximum(rows - self.rows[-1], 0) * (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
+        return np.interp(rows, self.rows, self.seconds) + beyond
 
     def slope(self, rank_rows: float) -> float:
         """Seconds for one more row of the rank, from there to half as many again."""
-        return float(self(np.array(rank_rows * 1.5)) - self(np.array(rank_rows))) / (rank_rows * 0.5)
+        return float(self(rank_rows * 1.5) - self(rank_rows)) / (rank_rows * 0.5)
+
+
+def experts_of(layout: Layout, phase: str) -> ExpertTime:
+    return ExpertTime("masked", layout.slots_per_rank) if phase == "decode" else ExpertTime("contiguous", None)
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,9 @@ class Outcome:
 def instances() -> list[Instance]:
     decode = {row["num_seqs"]: row["step_ms"] for row in json.loads((RESULTS / "gpu_decode_slice_h200.json").read_text())["rows"]}
     prefill = json.loads((RESULTS / "gpu_prefill_slice_h200.json").read_text())
-    decode_rest = decode[128] * 1e-3 - NUM_LAYERS * (float(ExpertTime("masked", 8)(np.array(8 * 128.0))) - DISPATCH_COMBINE_S)
+    decode_rest = decode[128] * 1e-3 - NUM_LAYERS * (float(ExpertTime("masked", 8)(8 * 128.0)) - DISPATCH_COMBINE_S)
     tokens = 4096
-    prefill_rest = tokens / prefill["steady_tokens_per_s"] - NUM_LAYERS * float(ExpertTime("contiguous", 9)(np.array(9.0 * tokens))) * 8 / 9
+    prefill_rest = tokens / prefill["steady_tokens_per_s"] - NUM_LAYERS * float(ExpertTime("contiguous", None)(8.0 * tokens))
     return [
         Instance("prefill, 32 ranks x 9", "prefill", Layout(NUM_EXPERTS, 32, 9, 4, NUM_GROUPS), tokens, 300, prefill_rest),
         Instance("decode, 144 ranks x 2", "decode", Layout(NUM_EXPERTS, 144, 2, 18, NUM_GROUPS), 128, 3000, decode_rest),
@@ -97,7 +101,7 @@ def costs_of(instance: Instance, experts: ExpertTime) -> Costs:
 
 
 def follow(instance: Instance, windows: list[np.ndarray], planner: Callable[..., Plan] | None, *, lazy: bool = False) -> Outcome:
-    layout, experts = instance.layout, ExpertTime("masked" if instance.phase == "decode" else "contiguous", instance.layout.slots_per_rank)
+    layout, experts = instance.layout, experts_of(instance.layout, instance.phase)
     costs = costs_of(instance, experts)
     current = np.tile(np.arange(layout.num_physical) % layout.num_logical, (NUM_LAYERS, 1))
     steps, moving, moved = [], [], []
@@ -122,8 +126,8 @@ def simulate(instance: Instance, num_windows: int, seed: int) -> dict[str, Outco
     choices = instance.layout.num_ranks * instance.tokens_per_rank * TOP_K  # of a layer in a step
     windows = recorded_windows(Traffic(num_windows + 2, drift=DRIFT), instance.phase, seed=seed)
     windows = [window / window.sum(-1, keepdims=True) * choices for window in windows]
-    experts = ExpertTime("masked" if instance.phase == "decode" else "contiguous", instance.layout.slots_per_rank)
-    perfect = instance.rest_s + NUM_LAYERS * float(experts(np.array(choices / instance.layout.num_ranks)))
+    experts = experts_of(instance.layout, instance.phase)
+    perfect = instance.rest_s + NUM_LAYERS * float(experts(choices / instance.layout.num_ranks))
     return {
         "in order": follow(instance, windows, None),
         "DeepSeek's": follow(instance, windows, from_scratch),
