@@ -51,17 +51,21 @@ def make_engine(args: argparse.Namespace) -> Engine:
         return Engine(resolve(EngineArgs(**options)))
 
 
-def submit(engine: Engine, name: str, num_tokens: int, max_tokens: int) -> None:
-    prompt = [random.randrange(2, 100000) for _ in range(num_tokens)]
+def new_prompt(num_tokens: int) -> list[int]:
+    return random.choices(range(2, 100000), k=num_tokens)
+
+
+def submit(engine: Engine, name: str, prompt: list[int], max_tokens: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     engine.submit(Submit(name, prompt, validate(prompt, params, engine.limits)))
 
 
 def serve(engine: Engine, num_seqs: int, args: argparse.Namespace) -> dict[str, float]:
     """All requests at once, until the last one is done."""
+    prompts = [new_prompt(args.prompt) for _ in range(num_seqs)]
     started = time.perf_counter()
-    for i in range(num_seqs):
-        submit(engine, str(i), args.prompt, args.output)
+    for i, prompt in enumerate(prompts):
+        submit(engine, str(i), prompt, args.output)
     first: dict[str, float] = {}
     steps: list[float] = []
     num_tokens, before = 0, started
@@ -85,7 +89,7 @@ def serve(engine: Engine, num_seqs: int, args: argparse.Namespace) -> dict[str, 
 def traced(engine: Engine, num_seqs: int, args: argparse.Namespace) -> Trace:
     """A dozen steps in which `num_seqs` sequences decode."""
     for i in range(num_seqs):
-        submit(engine, str(i), args.prompt, 64)
+        submit(engine, str(i), new_prompt(args.prompt), 64)
     while engine.scheduler.num_waiting or any(s.num_computed < s.num_prompt for s in engine.scheduler.running):
         engine.step()
     for _ in range(4):
@@ -94,6 +98,22 @@ def traced(engine: Engine, num_seqs: int, args: argparse.Namespace) -> Trace:
     engine.abort([str(i) for i in range(num_seqs)])
     engine.collect()
     return found
+
+
+def traced_prefill(engine: Engine, args: argparse.Namespace) -> Trace:
+    """A step full of new prompts."""
+    for i in range(3 * max(1, args.batch // args.prompt)):
+        submit(engine, str(i), new_prompt(args.prompt), 1)
+    engine.step()
+    found = trace(engine.step, 1)
+    while engine.has_work:
+        engine.step()
+    return found
+
+
+def print_trace(found: Trace, num_kernels: int) -> None:
+    print(f"traced: {found.span_ms:.3f} ms a step, busy {found.busy_ms:.3f}, host gap {found.host_gap_ms:.3f}")
+    print(found.table(num_kernels), flush=True)
 
 
 def transformers_tokens_per_s(args: argparse.Namespace, num_tokens: int = 24) -> float:
@@ -135,7 +155,7 @@ def main() -> None:
     print(f"import to ready: {start_s:.1f} s", flush=True)
     for num_seqs in args.num_seqs:  # kernels compile at first use
         for i in range(num_seqs):
-            submit(engine, str(i), args.prompt, 2)
+            submit(engine, str(i), new_prompt(args.prompt), 2)
         while engine.has_work:
             engine.step()
     rows = []
@@ -148,8 +168,10 @@ def main() -> None:
         cells = f"{row['tokens_per_s']:>18,.0f}{row['first_token_ms']:>18.1f}{row['step_ms']:>12.2f}{row['host_gap_share']:>12.1%}"
         print(f"{num_seqs:>10}{cells}", flush=True)
         if args.kernels and found:
-            print(f"traced: {found.span_ms:.3f} ms a step, busy {found.busy_ms:.3f}, host gap {found.host_gap_ms:.3f}")
-            print(found.table(args.kernels), flush=True)
+            print_trace(found, args.kernels)
+    if args.kernels and args.device == "cuda":
+        print(f"a step of {args.batch} prompt tokens")
+        print_trace(traced_prefill(engine, args), args.kernels)
     peer = None if args.skip_transformers else transformers_tokens_per_s(args)
     if peer is not None:
         print(f"transformers, one request: {peer:.1f} tokens/s")
