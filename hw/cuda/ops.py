@@ -1,12 +1,13 @@
 """All compute primitives of `hw.api.Ops` on a GPU. Which library serves which op stands in the file of its role.
 
     attention     mla_decode     FlashMLA (bf16, latent 512 + rope 64, pages of 64); else Triton
-                  mla_prefill, merge_attention, latent_write, latent_gather    Triton
+                  latent_write, latent_gather    Triton
+    prefill       mla_prefill, merge_attention    Triton; a kernel for Hopper (bf16, 192 and 128 dims), and one for the rest
     absorb        absorb_query, unabsorb    Triton for few tokens in bf16; else cuBLAS and Triton
     gemm          linear, expand_latent  cuBLAS; fp8: DeepGEMM; else dequantised, then cuBLAS
                   grouped_linear         CUTLASS through torch (bf16); fp8: DeepGEMM; else Triton
                   grouped_linear_masked  DeepGEMM (bf16 of some size, fp8); else Triton
-    elementwise, gate, sampling          Triton; log-probabilities: torch
+    elementwise, gate, sampling          Triton
 
 No op waits for the device, except that a throughput dispatch brings its counts to the host. Ops that take host lists copy them over.
 """
@@ -18,10 +19,11 @@ from hw.cuda.attention import AttentionOps
 from hw.cuda.elementwise import ElementwiseOps
 from hw.cuda.gate import GateOps
 from hw.cuda.gemm import GemmOps
+from hw.cuda.prefill import PrefillOps
 from hw.cuda.sampling import SamplingOps
 
 
-class CudaOps(AttentionOps, AbsorbOps, GemmOps, ElementwiseOps, GateOps, SamplingOps):
+class CudaOps(AttentionOps, PrefillOps, AbsorbOps, GemmOps, ElementwiseOps, GateOps, SamplingOps):
     """See `hw.api.Ops`. Without a library its shapes run on the composites, which is what the tests compare them with."""
 
     def __init__(self, *, flash_mla: ModuleType | None, deep_gemm: ModuleType | None):
