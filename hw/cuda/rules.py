@@ -10,12 +10,18 @@ import torch
 from hw.rules import Candidate, Decode, Facts, ModelShapes, Product, Provider, by_rows, choose, takes_all
 
 FLASH_MLA, DEEP_GEMM, TRITON, CUBLAS, CUTLASS = "FlashMLA", "DeepGEMM", "Triton", "cuBLAS", "CUTLASS"
+FEW_ROWS = "Triton for few rows"
 DEEP_EP, NCCL = "DeepEP", "NCCL"
 
 # What FlashMLA's dense decode is compiled for.
 FLASH_LATENT, FLASH_ROPE, FLASH_PAGE = 512, 64, 64
+# Most blocks of 16 queries times heads, and most tokens where a sequence has several such blocks, for which our kernel beats FlashMLA's.
+FEW_QUERIES, FEW_QUERIES_CONTEXT = 8, 8192
 # Elements of an expert's matrix from which DeepGEMM's masked bf16 product is worth compiling.
 LARGE_WEIGHT = 1 << 20
+# Most rows for which kernels of ours that read the weight at full speed beat DeepGEMM's: of `linear`, and of each expert. The first number
+# is that of the kernel whose warps cut K; the second that of the one whose programs do.
+WARPS_CUT_K_MOST_ROWS, FEW_ROWS_LINEAR, FEW_ROWS_EXPERT = 8, 16, 16
 
 
 # What DeepEP's low-latency kernels are compiled for, and the tokens of a rank that its send queues hold.
@@ -53,6 +59,16 @@ def _deep_ep(shape: Dispatch) -> str | None:
     return None
 
 
+def _few_queries(shape: Decode) -> str | None:
+    """FlashMLA works on 64 queries times heads at a time and takes a while to begin; many heads make up for it, and so do long contexts."""
+    blocks = shape.num_seqs * -(-shape.query_len * shape.num_heads // 16)
+    if blocks > FEW_QUERIES:
+        return f"{shape.num_seqs} x {shape.query_len} x {shape.num_heads} queries times heads, more than {FEW_QUERIES} x 16"
+    if blocks > shape.num_seqs and shape.max_seq_len > FEW_QUERIES_CONTEXT:
+        return f"{shape.num_heads} heads over {shape.max_seq_len} tokens, more than {FEW_QUERIES_CONTEXT}"
+    return None
+
+
 def _flash_mla(shape: Decode) -> str | None:
     for name, value, wanted in (
         ("latent", shape.latent, FLASH_LATENT),
@@ -75,6 +91,21 @@ def _deep_gemm_fp8(shape: Product) -> str | None:
     if shape.inner % 128:
         return f"K {shape.inner} is no multiple of 128"
     return f"N {shape.outer} is no multiple of 64" if shape.outer % 64 else None
+
+
+def _few_rows_linear(shape: Product) -> str | None:
+    most = FEW_ROWS_LINEAR
+    return _deep_gemm_fp8(shape) or (f"{shape.rows} rows, more than {most}" if shape.rows > most else None)
+
+
+def _few_rows_masked(shape: Product) -> str | None:
+    """The bf16 product counts on rows that spread over the experts: with 8 experts a token, capacity 2 E gives 16 rows to each."""
+    if shape.block is not None:
+        reason, most = _deep_gemm_fp8(shape), WARPS_CUT_K_MOST_ROWS
+    else:
+        reason = _deep_gemm_masked(shape)
+        most = max(FEW_ROWS_EXPERT, min(8 * FEW_ROWS_EXPERT, 2 * (shape.experts or 1)))
+    return reason or (f"{shape.rows} rows an expert, more than {most}" if shape.rows > most else None)
 
 
 def _deep_gemm_masked(shape: Product) -> str | None:
@@ -106,23 +137,21 @@ def _triton_absorb(shape: Absorb) -> str | None:
 
 
 ABSORB = (Candidate(TRITON, _triton_absorb), Candidate(CUBLAS, takes_all))
-DECODE = (Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
-LINEAR = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUBLAS, takes_all))
+DECODE = (Candidate(FEW_ROWS, _few_queries), Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
+LINEAR = (Candidate(FEW_ROWS, _few_rows_linear), Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUBLAS, takes_all))
 GROUPED = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUTLASS, _cutlass_grouped), Candidate(TRITON, takes_all))
 DISPATCH = (Candidate(DEEP_EP, _deep_ep), Candidate(NCCL, takes_all))
-MASKED = (Candidate(DEEP_GEMM, _deep_gemm_masked), Candidate(TRITON, takes_all))
+MASKED = (Candidate(FEW_ROWS, _few_rows_masked), Candidate(DEEP_GEMM, _deep_gemm_masked), Candidate(TRITON, takes_all))
 # Who takes block-FP8 weights as they are.
-TAKES_FP8 = frozenset({DEEP_GEMM})
+TAKES_FP8 = frozenset({FEW_ROWS, DEEP_GEMM})
 # Ops that one does whatever the shape.
 FIXED = {
     "rms_norm, add_rms_norm, rope, silu_mul": TRITON,
     "latent_write, latent_gather": TRITON,
     "mla_prefill, merge_attention": TRITON,
     "expand_latent": f"{CUBLAS}, {TRITON}",
-    "gate_logits": CUBLAS,
-    "gate_topk": TRITON,
-    "sample, penalize": TRITON,
-    "logprobs": "torch",
+    "gate_logits, gate_topk": TRITON,
+    "sample, penalize, logprobs": TRITON,
 }
 
 

@@ -1,17 +1,24 @@
-"""From logits to tokens: penalties, filters and draws in Triton, log-probabilities in torch."""
+"""From logits to tokens, and their log-probabilities, in Triton."""
 
 import torch
 import triton
 
 from hw.api import Logprobs, PenaltyInputs, SampleInputs
-from hw.cuda.triton_sampling import best_block_kernel, border_kernel, draw_kernel, penalize_kernel, rough_draw_kernel
+from hw.cuda.triton_filters import BINS, cut_kernel, filtered_draw_kernel, gather_kernel, histogram_kernel
+from hw.cuda.triton_logprobs import logprobs_kernel, summarize_kernel
+from hw.cuda.triton_sampling import PART, draw_kernel, penalize_kernel, scan_kernel
 
 _BLOCK = 4096  # tokens a program
-_BORDER_BLOCK, _BORDER_WARPS = 8192, 32  # tokens at a time of the one program that searches a row
+_LIST = 16384  # most tokens of a filtered row that are searched apart from the others
+_PART = PART.value
 
 
 class SamplingOps:
-    """See `hw.api.Ops`. Draws use the same noise as every backend, so equal logits give equal tokens."""
+    """See `hw.api.Ops`. Draws use the same noise as every backend, so equal logits give equal tokens.
+
+    What a row needs is decided on the device, row by row; the host flags of `SampleInputs` leave out kernels that no row needs. With
+    `any_filtered` and no filtered row the four kernels of the filters end at once.
+    """
 
     def penalize(self, logits, inputs: PenaltyInputs):
         num_rows, vocab_size = inputs.output_counts.shape
@@ -30,35 +37,64 @@ class SamplingOps:
         tokens = torch.empty((num_rows,), dtype=torch.int64, device=logits.device)
         if not num_rows:
             return tokens
-        border = None
-        filtered = inputs.any_sampled and inputs.any_filtered
-        if filtered:
-            border = torch.empty((num_rows,), device=logits.device)
-            block = min(_BORDER_BLOCK, max(16, triton.next_power_of_2(vocab_size)))
-            border_kernel[(num_rows,)](
-                logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, border, logits.stride(0), vocab_size,
-                BLOCK=block, num_warps=_BORDER_WARPS if block > 1024 else 4,
-            )  # fmt: skip
-        quads = min(_BLOCK // 4, max(4, triton.next_power_of_2(triton.cdiv(vocab_size, 4))))
-        num_blocks = triton.cdiv(vocab_size, 4 * quads)
-        values = torch.empty((num_rows, num_blocks), dtype=torch.float64, device=logits.device)
-        firsts = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
-        keys = (inputs.temperature, inputs.seed, inputs.sequence_idx, inputs.position, border)
-        rough = None
-        if inputs.any_sampled:
-            rough = torch.empty((num_rows, num_blocks), device=logits.device)
-            rough_draw_kernel[(num_rows, num_blocks)](
-                logits, *keys, rough, logits.stride(0), vocab_size, FILTERED=filtered, QUADS=quads, num_warps=8
-            )  # fmt: skip
-        draw_kernel[(num_rows, num_blocks)](
-            logits, *keys, rough, values, firsts, logits.stride(0), vocab_size,
-            SAMPLED=inputs.any_sampled, FILTERED=filtered, QUADS=quads, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8,
+        sampled, filtered = inputs.any_sampled, inputs.any_sampled and inputs.any_filtered
+        num_parts = triton.cdiv(vocab_size, _PART)
+        peaks = torch.empty((num_rows, num_parts), device=logits.device)
+        sums = torch.empty_like(peaks) if filtered else None
+        rules = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+        keys = (inputs.seed, inputs.sequence_idx, inputs.position)
+        sizes = (logits.stride(0), vocab_size, num_parts)
+        parts = min(_BLOCK // _PART, triton.next_power_of_2(num_parts))
+        scan_kernel[(num_rows, triton.cdiv(num_parts, parts))](
+            logits, *rules, *keys, peaks, sums, *sizes, SAMPLED=sampled, FILTERED=filtered, PARTS=parts, num_warps=8
         )  # fmt: skip
-        best_block_kernel[(num_rows,)](values, firsts, tokens, num_blocks, BLOCK=triton.next_power_of_2(num_blocks))
+        draw_kernel[(num_rows,)](
+            logits, *rules, *keys, peaks, tokens, *sizes,
+            SAMPLED=sampled, FILTERED=filtered, PARTS=triton.next_power_of_2(num_parts), num_warps=4,
+        )  # fmt: skip
+        if filtered:
+            _filtered_draws(logits, rules, keys, peaks, sums, tokens)
         return tokens
 
     def logprobs(self, logits, tokens, num_top):
-        logprobs = logits.log_softmax(-1)
-        token = logprobs.gather(1, tokens[:, None])
-        top = logprobs.topk(num_top, dim=-1)
-        return Logprobs(token[:, 0], (logprobs > token).sum(-1) + 1, top.indices, top.values)
+        num_rows, vocab_size = logits.shape
+        assert logits.dtype == torch.float32 and logits.stride(1) == 1 and num_top <= vocab_size, (logits.dtype, logits.stride(), num_top)
+        new = lambda dtype, *shape: torch.empty((num_rows, *shape), dtype=dtype, device=logits.device)  # noqa: E731
+        found = Logprobs(new(torch.float32), new(torch.int64), new(torch.int64, num_top), new(torch.float32, num_top))
+        if not num_rows:
+            return found
+        num_parts = triton.cdiv(vocab_size, _PART)
+        parts = min(_BLOCK // _PART, triton.next_power_of_2(num_parts))
+        summary = new(torch.float32, num_parts), new(torch.float32, num_parts), new(torch.int32, num_parts)
+        sizes = (logits.stride(0), vocab_size, num_parts)
+        summarize_kernel[(num_rows, triton.cdiv(num_parts, parts))](logits, tokens, *summary, *sizes, PARTS=parts, num_warps=8)
+        logprobs_kernel[(num_rows,)](
+            logits, tokens, *summary, found.token, found.rank, found.top_ids, found.top, *sizes, num_top,
+            PARTS=triton.next_power_of_2(num_parts),
+        )  # fmt: skip
+        return found
+
+
+def _filtered_draws(logits, rules, keys, peaks, sums, tokens) -> None:
+    """The draws of all rows with filters. peaks and sums as `scan_kernel` left them."""
+    (num_rows, vocab_size), num_parts = logits.shape, peaks.shape[1]
+    block = min(_BLOCK, max(_PART, triton.next_power_of_2(vocab_size)))
+    num_blocks, capacity = triton.cdiv(vocab_size, block), min(vocab_size, _LIST)
+    new = lambda dtype, *shape: torch.empty((num_rows, *shape), dtype=dtype, device=logits.device)  # noqa: E731
+    counts = new(torch.int32, num_blocks, BINS.value)
+    best, total, limit, size = new(torch.float32), new(torch.float32), new(torch.int32), new(torch.int32)
+    first = new(torch.int32, num_blocks)
+    values, listed = new(torch.float32, capacity), new(torch.int32, capacity)
+    sizes = (logits.stride(0), vocab_size)
+    parts = triton.next_power_of_2(num_parts)
+    histogram_kernel[(num_rows, num_blocks)](logits, *rules, peaks, counts, *sizes, num_parts, BLOCK=block, PARTS=parts, num_warps=8)
+    cut_kernel[(num_rows,)](
+        *rules, peaks, sums, counts, best, total, limit, size, first, vocab_size, num_parts, num_blocks, capacity,
+        PARTS=parts, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8,
+    )  # fmt: skip
+    gather_kernel[(num_rows, num_blocks)](
+        logits, *rules, peaks, best, limit, size, first, values, listed, *sizes, num_parts, capacity, PARTS=block // _PART, num_warps=8
+    )  # fmt: skip
+    filtered_draw_kernel[(num_rows,)](
+        logits, *rules, *keys, best, total, size, values, listed, tokens, *sizes, capacity, BLOCK=1024, DRAW_BLOCK=1024, num_warps=16
+    )  # fmt: skip

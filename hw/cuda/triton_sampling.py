@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 
 @triton.jit
@@ -25,238 +26,154 @@ def penalize_kernel(
 
 
 @triton.jit
-def _scores(row_ptr, tokens, vocab_size, temperature):
-    """Logits over temperature, rounded as in IEEE division, -inf beyond the vocabulary, one zero instead of two."""
-    logits = tl.load(row_ptr + tokens, tokens < vocab_size, other=float("-inf"))
-    return _over(logits, tl.zeros_like(logits) + temperature)
-
-
-@triton.jit
-def _key(scores):
+def key_of(scores):
     """Integers in the order of the floats."""
     bits = scores.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def border_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, border_ptr, row_stride, vocab_size, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Grid (rows,). The least score that min-p, then top-k, then top-p leave: every filter keeps all scores from a border upwards.
-
-    The border of top-k is the largest score that at least k reach; of top-p the least that has less than top-p of the mass above it.
-    Both are found by quartering the range of a float's 32 bits, so ties at a border stay together and nothing is sorted. The search runs
-    on logits, which division by the temperature keeps in order: logits that it makes equal share their border.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    neg = float("-inf")
-    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
-    top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    tl.store(border_ptr + row, neg)
-    if (temperature <= 0) | ((top_k <= 0) & (top_p >= 1.0) & (min_p <= 0)):
-        return
-    row_ptr = logits_ptr + row * row_stride
-    offsets = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), neg, tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        best = tl.maximum(best, tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=neg))
-    top_logit = tl.max(best, 0)
-    top = _over(top_logit, temperature)
-    least_key, top_key = _key(tl.full((), neg, tl.float32)).to(tl.int64), _key(top_logit).to(tl.int64)
-    border = tl.full((), neg, tl.float32)
-    if min_p > 0:
-        least = tl.full((BLOCK,), float("inf"), tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            scores = _scores(row_ptr, start + offsets, vocab_size, temperature)
-            least = tl.minimum(least, tl.where(tl.exp(scores - top) >= min_p, scores, float("inf")))
-        border = tl.minimum(tl.min(least, 0), top)
-    if (top_k > 0) & (top_k < vocab_size):
-        reached = _reached_by(row_ptr, vocab_size, top_k, least_key, top_key, BLOCK)
-        border = tl.maximum(border, _over(reached, temperature))
-    if top_p < 1.0:
-        mass = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            scores = _scores(row_ptr, start + offsets, vocab_size, temperature)
-            mass += tl.where(scores >= border, tl.exp(scores - top), 0.0)
-        # What an earlier filter dropped lies below every threshold that could be the answer.
-        rate = 1.4426950408889634 / temperature
-        crossing = _below_mass(row_ptr, vocab_size, top_p * tl.sum(mass, 0), top_logit, rate, least_key, top_key, BLOCK)
-        border = tl.maximum(border, _over(crossing, temperature))
-    tl.store(border_ptr + row, border)
-
-
-@triton.jit
-def _over(logit, temperature):
-    """A score, rounded as in IEEE division, with one zero instead of two."""
-    score = tl.div_rn(logit, temperature)
-    return tl.where(score == 0.0, 0.0, score)
-
-
-@triton.jit
-def _quarters(low, high):
-    """Three thresholds between two keys; equal ones and `high` itself once the range is short."""
-    step = (high - low + 3) >> 2
-    return tl.minimum(low + step, high), tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
-
-
-@triton.jit
-def _reached_by(row_ptr, vocab_size, top_k, least_key, top_key, BLOCK: tl.constexpr):
-    """The largest logit that at least top_k logits reach."""
-    offsets = tl.arange(0, BLOCK)
-    # Invariant: at least top_k logits reach `low`, fewer reach `high`.
-    low, high = least_key, top_key + 1
-    for _ in range(16):
-        first, second, third = _quarters(low, high)
-        at_1, at_2, at_3 = _unkey(first), _unkey(second), _unkey(third)
-        reach_1, reach_2, reach_3 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, vocab_size, BLOCK):
-            # What is beyond the vocabulary reaches nothing, not even -inf.
-            logits = tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=float("nan"))
-            reach_1 += (logits >= at_1).to(tl.int32)
-            reach_2 += (logits >= at_2).to(tl.int32)
-            reach_3 += (logits >= at_3).to(tl.int32)
-        # A threshold at `high` itself is known.
-        enough_1 = (tl.sum(reach_1, 0) >= top_k) & (first < high)
-        enough_2 = (tl.sum(reach_2, 0) >= top_k) & (second < high)
-        enough_3 = (tl.sum(reach_3, 0) >= top_k) & (third < high)
-        high = tl.where(enough_1, tl.where(enough_2, tl.where(enough_3, high, third), second), first)
-        low = tl.where(enough_3, third, tl.where(enough_2, second, tl.where(enough_1, first, low)))
-    return _unkey(low)
-
-
-@triton.jit
-def _below_mass(row_ptr, vocab_size, wanted, top_logit, rate, least_key, top_key, BLOCK: tl.constexpr):
-    """The least logit above which lies less than the wanted mass, of `exp2((logit - top) * rate)`."""
-    offsets = tl.arange(0, BLOCK)
-    # Invariant: above `high` lies less than the wanted mass, above `low` not less.
-    low, high = least_key - 1, top_key
-    for _ in range(16):
-        first, second, third = _quarters(low, high)
-        at_1, at_2, at_3 = _unkey(first), _unkey(second), _unkey(third)
-        above_1, above_2, above_3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            logits = tl.load(row_ptr + start + offsets, start + offsets < vocab_size, other=float("-inf"))
-            mass = tl.exp2((logits - top_logit) * rate)
-            above_1 += tl.where(logits > at_1, mass, 0.0)
-            above_2 += tl.where(logits > at_2, mass, 0.0)
-            above_3 += tl.where(logits > at_3, mass, 0.0)
-        less_1 = (tl.sum(above_1, 0) < wanted) | (first == high)
-        less_2 = (tl.sum(above_2, 0) < wanted) | (second == high)
-        less_3 = (tl.sum(above_3, 0) < wanted) | (third == high)
-        low = tl.where(less_1, low, tl.where(less_2, first, tl.where(less_3, second, third)))
-        high = tl.where(less_1, first, tl.where(less_2, second, tl.where(less_3, third, high)))
-    return _unkey(high)
-
-
-@triton.jit
-def _unkey(key):
+def float_of(key):
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _random_bits(quads, position, sequence, seed):
-    """Philox4x32-10 of counter (quad, position, sequence, 0) and the two halves of the seed: 32 bits a token, four tokens a quad."""
+def over(logits, temperature):
+    """Scores, rounded as in IEEE division, with one zero instead of two."""
+    scores = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
+    return tl.where(scores == 0.0, 0.0, scores)
+
+
+@triton.jit
+def is_filtered(temperature, top_k, top_p, min_p, vocab_size):
+    return (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0))
+
+
+@triton.jit
+def philox(quads, position, sequence, seed):
+    """Philox4x32-10 of counter (quad, position, sequence, 0) and the two halves of the seed: 32 bits for each of a quad's four tokens."""
     c0 = quads.to(tl.uint32)
     c1 = tl.zeros_like(c0) + (position & 0xFFFFFFFF).to(tl.uint32)
     c2 = tl.zeros_like(c0) + (sequence & 0xFFFFFFFF).to(tl.uint32)
     c3 = tl.zeros_like(c0)
     k0 = tl.zeros_like(c0) + (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = tl.zeros_like(c0) + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    a = tl.full(c0.shape, 0xD2511F53, tl.uint32)
-    b = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
+    factor_0 = tl.full(c0.shape, 0xD2511F53, tl.uint64)
+    factor_2 = tl.full(c0.shape, 0xCD9E8D57, tl.uint64)
     for _ in tl.static_range(10):
-        high_a, low_a = tl.umulhi(a, c0), a * c0
-        high_b, low_b = tl.umulhi(b, c2), b * c2
-        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
+        # A 64-bit product is one instruction, its halves in 32 bits are two.
+        wide_0, wide_2 = c0.to(tl.uint64) * factor_0, c2.to(tl.uint64) * factor_2
+        c0, c2 = (wide_2 >> 32).to(tl.uint32) ^ c1 ^ k0, (wide_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = wide_2.to(tl.uint32), wide_0.to(tl.uint32)
         k0 += tl.full(c0.shape, 0x9E3779B9, tl.uint32)
         k1 += tl.full(c0.shape, 0xBB67AE85, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _quad_bits(quads, position, sequence, seed):
+    """The bits of consecutive tokens, four for each quad."""
+    c0, c1, c2, c3 = philox(quads, position, sequence, seed)
     return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (4 * quads.shape[0],))
 
 
 @triton.jit
-def _kept_scores(row_ptr, tokens, vocab_size, temperature, border_ptr, row, FILTERED: tl.constexpr):
-    scores = _scores(row_ptr, tokens, vocab_size, temperature)
-    if FILTERED:
-        scores = tl.where(scores >= tl.load(border_ptr + row), scores, float("-inf"))
-    return scores
+def gumbel(bits):
+    """The noise itself, in fp64: `-log(-log u)` with u the middle of the bits' interval of 2^-32."""
+    return -tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10))
 
 
-# A rough value is off by far less than 1e-3 plus a millionth of itself; a block whose best is further below the row's cannot hold the draw.
+# A rough value is off by far less than 1e-3 plus a millionth of itself; a part whose best is further below the row's cannot hold the draw.
 ROUGH: tl.constexpr = tl.constexpr(1e-3)
 ROUGH_PART: tl.constexpr = tl.constexpr(1e-6)
+PART: tl.constexpr = tl.constexpr(256)  # tokens
 
 
 @triton.jit
-def rough_draw_kernel(
-    logits_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr, border_ptr, rough_ptr, row_stride, vocab_size,
-    FILTERED: tl.constexpr, QUADS: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, blocks of 4 * QUADS tokens). A block's best noisy score in fp32, `[rows, blocks]`; greedy rows have no noise.
+def slack_of(peak):
+    return tl.where(tl.abs(peak) < float("inf"), ROUGH + ROUGH_PART * tl.abs(peak), 0.0)
 
-    -log u is taken from 1 - u where u is near 1, where fp32 would lose it.
+
+@triton.jit
+def rough_gumbel(bits):
+    """The noise in fp32. -log u is taken from 1 - u where u is near 1, where fp32 would lose it."""
+    rest = (bits ^ tl.full(bits.shape, 0xFFFFFFFF, tl.uint32)).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 1 - u
+    series = rest * (1.0 + rest * (0.5 + rest * (0.33333334 + rest * 0.25)))  # -log(1 - rest), to 1e-6 of it below 1/32
+    uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    return -libdevice.fast_logf(tl.where(rest < 0.03125, series, -libdevice.fast_logf(uniform)))
+
+
+@triton.jit
+def scan_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr, position_ptr, peaks_ptr, sums_ptr, row_stride,
+    vocab_size, num_parts, SAMPLED: tl.constexpr, FILTERED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of PARTS parts). What a row needs of each part of PART tokens, `[rows, num_parts]` fp32.
+
+    peaks: the best logit; of a row that draws without filters, the best noisy score, roughly. sums: of a row with filters,
+    `exp2((logit - peak) log2(e) / temperature)`. A NaN counts as -inf.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    quads = block * QUADS + tl.arange(0, QUADS)
-    tokens = block * 4 * QUADS + tl.arange(0, 4 * QUADS)
-    row_ptr = logits_ptr + row * row_stride
-    temperature = tl.load(temperature_ptr + row)
-    values = tl.load(row_ptr + tokens, tokens < vocab_size, other=float("-inf"))
-    if temperature > 0:
-        bits = _random_bits(quads, tl.load(position_ptr + row), tl.load(sequence_ptr + row), tl.load(seed_ptr + row))
-        rest = (bits ^ tl.full(bits.shape, 0xFFFFFFFF, tl.uint32)).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 1 - u
-        series = rest * (1.0 + rest * (0.5 + rest * (0.33333334 + rest * 0.25)))  # -log(1 - rest), to 1e-6 of it below 1/32
-        uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-        exponential = tl.where(rest < 0.03125, series, -tl.log(uniform))
-        values = _kept_scores(row_ptr, tokens, vocab_size, temperature, border_ptr, row, FILTERED) - tl.log(exponential)
-    values = tl.where(values == values, values, float("-inf"))  # a NaN is drawn last
-    tl.store(rough_ptr + row * tl.num_programs(1) + block, tl.max(values, 0))
+    tokens = block * PARTS * PART + tl.arange(0, PARTS * PART)
+    values = tl.load(logits_ptr + row * row_stride + tokens, tokens < vocab_size, other=float("-inf"))
+    values = tl.where(values == values, values, float("-inf"))
+    parts = block * PARTS + tl.arange(0, PARTS)
+    place, ok = row * num_parts + parts, parts < num_parts
+    if SAMPLED:
+        temperature = tl.load(temperature_ptr + row)
+        noisy = temperature > 0
+        if FILTERED:
+            top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+            filtered = is_filtered(temperature, top_k, top_p, min_p, vocab_size)
+            noisy = noisy & ~filtered
+            if filtered:
+                by_part = tl.reshape(values, (PARTS, PART))
+                best = tl.max(by_part, 1)[:, None]
+                powers = tl.exp2(tl.where(by_part == best, 0.0, (by_part - best) * (1.4426950408889634 / temperature)))
+                tl.store(sums_ptr + place, tl.sum(powers, 1), ok)
+        if noisy:
+            quads = block * (PARTS * PART // 4) + tl.arange(0, PARTS * PART // 4)
+            bits = _quad_bits(quads, tl.load(position_ptr + row), tl.load(sequence_ptr + row), tl.load(seed_ptr + row))
+            values = values * (1.0 / temperature) + rough_gumbel(bits)
+    tl.store(peaks_ptr + place, tl.max(tl.reshape(values, (PARTS, PART)), 1), ok)
 
 
 @triton.jit
 def draw_kernel(
-    logits_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr, border_ptr, rough_ptr, value_ptr, token_ptr, row_stride, vocab_size,
-    SAMPLED: tl.constexpr, FILTERED: tl.constexpr, QUADS: tl.constexpr, BLOCKS: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr, position_ptr, peaks_ptr, out_ptr, row_stride,
+    vocab_size, num_parts, SAMPLED: tl.constexpr, FILTERED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of 4 * QUADS tokens). A block's best noisy score in fp64 and the lowest token that has it, `[rows, blocks]` each.
+    """Grid (rows,). out `[rows]` int64 of rows without filters: the lowest token with the best logit, or with the best noisy score in fp64.
 
-    Blocks that the rough draw rules out are left at -inf.
+    Only parts that the rough scan does not rule out are looked at.
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = row * tl.num_programs(1) + block
-    quads = block * QUADS + tl.arange(0, QUADS)
-    tokens = block * 4 * QUADS + tl.arange(0, 4 * QUADS)
-    row_ptr = logits_ptr + row * row_stride
-    if SAMPLED:
-        blocks = tl.arange(0, BLOCKS)
-        rough = tl.load(rough_ptr + row * tl.num_programs(1) + blocks, blocks < tl.num_programs(1), other=float("-inf"))
-        best_rough = tl.max(rough, 0)
-        if tl.load(rough_ptr + place) < best_rough - ROUGH - ROUGH_PART * tl.abs(best_rough):
-            tl.store(value_ptr + place, float("-inf"))
-            tl.store(token_ptr + place, 0)
-            return
-    logits = tl.load(row_ptr + tokens, tokens < vocab_size, other=float("-inf"))
-    values = logits.to(tl.float64)
-    if SAMPLED:
-        temperature = tl.load(temperature_ptr + row)
-        if temperature > 0:
-            bits = _random_bits(quads, tl.load(position_ptr + row), tl.load(sequence_ptr + row), tl.load(seed_ptr + row))
-            uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
-            scores = _kept_scores(row_ptr, tokens, vocab_size, temperature, border_ptr, row, FILTERED)
-            values = scores.to(tl.float64) - tl.log(-tl.log(uniform))
-    values = tl.where(values == values, values, float("-inf"))  # a NaN is drawn last
-    best = tl.max(values, 0)
-    token = tl.min(tl.where((values == best) & (tokens < vocab_size), tokens, vocab_size - 1), 0)
-    tl.store(value_ptr + place, best)
-    tl.store(token_ptr + place, token)
-
-
-@triton.jit
-def best_block_kernel(value_ptr, token_ptr, out_ptr, num_blocks, BLOCK: tl.constexpr):
-    """Grid (rows,). The first of the blocks with the best value gives the token: int64."""
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, BLOCK)
-    real = blocks < num_blocks
-    values = tl.load(value_ptr + row * num_blocks + blocks, real, other=float("-inf"))
-    first = tl.min(tl.where(real & (values == tl.max(values, 0)), blocks, BLOCK), 0)
-    tl.store(out_ptr + row, tl.load(token_ptr + row * num_blocks + first).to(tl.int64))
+    temperature = tl.load(temperature_ptr + row)
+    if FILTERED:  # noqa: SIM102  (this one is the compiler's)
+        if is_filtered(temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), vocab_size):
+            return
+    noisy = SAMPLED & (temperature > 0)
+    parts = tl.arange(0, PARTS)
+    peaks = tl.load(peaks_ptr + row * num_parts + parts, parts < num_parts, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    slack = tl.where(noisy, slack_of(peak), 0.0)
+    left = (parts < num_parts) & (peaks >= peak - slack)
+    drawn, token = tl.full((), float("-inf"), tl.float64), tl.full((), 0, tl.int32)
+    part = tl.min(tl.where(left, parts, PARTS), 0)
+    while part < PARTS:
+        tokens = part * PART + tl.arange(0, PART)
+        logits = tl.load(logits_ptr + row * row_stride + tokens, tokens < vocab_size, other=float("-inf"))
+        logits = tl.where(logits == logits, logits, float("-inf"))
+        values = logits.to(tl.float64)
+        if noisy:
+            quads = part * (PART // 4) + tl.arange(0, PART // 4)
+            bits = _quad_bits(quads, tl.load(position_ptr + row), tl.load(sequence_ptr + row), tl.load(seed_ptr + row))
+            values = over(logits, temperature).to(tl.float64) + gumbel(bits)
+        best = tl.max(values, 0)
+        first = tl.min(tl.where((values == best) & (tokens < vocab_size), tokens, vocab_size - 1), 0)
+        better = best > drawn
+        drawn, token = tl.where(better, best, drawn), tl.where(better, first, token)
+        # Without noise the first part with the best logit has the token.
+        part = tl.where(noisy, tl.min(tl.where(left & (parts > part), parts, PARTS), 0), PARTS)
+    tl.store(out_ptr + row, token.to(tl.int64))
