@@ -15,7 +15,7 @@ from hw.cuda.layout import ALIGN_ROWS, masked_rows, quantized_masked_rows, quant
 from hw.cuda.triton_dispatch import combine_kernel, count_kernel, place_kernel, scatter_rows_kernel
 from hw.quant import QuantTensor
 
-_COLUMNS, _ROWS = 2048, 4096  # of one program
+_COLUMNS, _ROWS = 1024, 4096  # of one program
 # (token, k) rows up to which each finds its own place; beyond, a pass that counts first is cheaper.
 _FEW_ROWS = 4096
 
@@ -119,7 +119,7 @@ def _scatter(
 ) -> None:
     """Copy rows to their homes in `out`, sorted or masked. counts: find the homes too, and count; experts: note each row's expert."""
     num_rows, place = topk_phy.numel(), counts is not None
-    num_programs = num_rows + (counts.shape[0] if place else 0)
+    num_programs = num_rows + counts.shape[0] if place else x.shape[0]
     if not num_programs:
         return
     quant = isinstance(x, QuantTensor)

@@ -56,36 +56,39 @@ def scatter_rows_kernel(
     group_stride, num_rows, capacity, expert_stride, scale_expert_stride, out_scale_stride, width,
     TOP_K: tl.constexpr, PLACE: tl.constexpr, QUANT: tl.constexpr, HAS_EXPERTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens * top-k, or with PLACE as many more as there are experts). Copy a token's row, and its scales, to one of its homes.
+    """Copy a token's row, and its scales, to its homes. HAS_EXPERTS: note each copied row's expert.
 
-    A home is `expert * capacity + row`; an expert of -1 has none. PLACE: find it here, with rows in the order of the batch, and store
-    it; the programs beyond the rows count them. HAS_EXPERTS: note each copied row's expert.
+    A home is `expert * capacity + row`; an expert of -1 has none. Grid (tokens,) if homes are given. PLACE: grid (tokens * top-k +
+    experts,); a program finds one home, with rows in the order of the batch, and stores it; those beyond the rows count them.
     """
     wait_for_inputs(EARLY)
-    row = tl.program_id(0)
+    COPIES: tl.constexpr = 1 if PLACE else TOP_K
+    row = tl.program_id(0) * COPIES
     if PLACE:  # noqa: SIM102  (these are the compiler's)
         if row >= num_rows:
             tl.store(counts_ptr + row - num_rows, _num_before(topk_ptr, num_rows, row - num_rows, 1024))
             return
-    token, expert = (row // TOP_K).to(tl.int64), tl.load(topk_ptr + row)
-    if expert < 0:
-        return
-    if PLACE:
-        home = expert * capacity + _num_before(topk_ptr, token * TOP_K, expert, 1024)
-        tl.store(home_ptr + row, home)
-    else:
-        home = tl.load(home_ptr + row)
-    if HAS_EXPERTS:
-        tl.store(experts_ptr + home, expert.to(tl.int32))
-    there, local = home // capacity, home % capacity
+    token = (row // TOP_K).to(tl.int64)
     for first in range(0, width, BLOCK):
-        cols = first + tl.arange(0, BLOCK)
+        cols, groups = first + tl.arange(0, BLOCK), first // 128 + tl.arange(0, BLOCK // 128)
         values = tl.load(x_ptr + token * x_stride + cols, cols < width)
-        tl.store(out_ptr + there * expert_stride + local * width + cols, values, cols < width)
         if QUANT:
-            groups = first // 128 + tl.arange(0, BLOCK // 128)
             scale = tl.load(scale_ptr + token * scale_stride + groups * group_stride, groups * 128 < width)
-            tl.store(out_scale_ptr + there * scale_expert_stride + local + groups * out_scale_stride, scale, groups * 128 < width)
+        for k in tl.static_range(COPIES):
+            expert = tl.load(topk_ptr + row + k)
+            real = expert >= 0
+            if PLACE:
+                home = expert * capacity + _num_before(topk_ptr, token * TOP_K, expert, 1024)
+                tl.store(home_ptr + row, home, real)
+            else:
+                home = tl.load(home_ptr + row + k, real, other=0)
+            if HAS_EXPERTS:
+                tl.store(experts_ptr + home, expert.to(tl.int32), real)
+            there, local = home // capacity, home % capacity
+            tl.store(out_ptr + there * expert_stride + local * width + cols, values, (cols < width) & real)
+            if QUANT:
+                out_scale = out_scale_ptr + there * scale_expert_stride + local + groups * out_scale_stride
+                tl.store(out_scale, scale, (groups * 128 < width) & real)
 
 
 @triton.jit(do_not_specialize=["capacity"])
