@@ -241,6 +241,29 @@ def test_quantised_rows_reach_their_experts_as_they_are(opened, mode: ExpertMode
     assert_close(home, expected.to(BF16), tolerance(BF16), "home")
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 130, 3000])
+def test_experts_that_are_elsewhere(opened, num_tokens: int, quantized: bool):
+    """As over ranks: of a token's experts some are here, in exact layouts; the rest, -1, neither gets nor brings anything."""
+    comm, device, num_here = opened.expert_comm, opened.runtime.device, 6
+    x = normal(num_tokens, 256, dtype=BF16)
+    topk = torch.rand(num_tokens, 16).argsort(-1)[:, :4]
+    topk, weights = torch.where(topk < num_here, topk, -1), torch.rand(num_tokens, 4)
+    quant = quantize_activation(x)
+    form = Activation(to_device(x, device), to_device(quant, device) if quantized else None)
+    step = ExpertStep(ExpertMode.THROUGHPUT, num_tokens)
+    sent = comm.dispatch(form, topk.to(device), weights.to(device), step, num_here)
+    assert sent.layout.counts == [int((topk == e).sum()) for e in range(num_here)]
+    rows = dequantize(sent.x, BF16) if quantized else sent.x
+    y = torch.full(rows.shape, torch.nan, dtype=BF16, device=device)
+    for e, (first, count) in enumerate(zip(sent.layout.starts, sent.layout.counts, strict=False)):
+        y[first : first + count] = rows[first : first + count] * (e + 1)
+    x = dequantize(quant, BF16) if quantized else x
+    each = (x[:, None] * (topk + 1).to(BF16)[:, :, None]).float() * weights[:, :, None]
+    expected = torch.where(topk[:, :, None] >= 0, each, 0.0).sum(1)
+    assert_close(comm.combine(y, weights.to(device), sent).cpu(), expected.to(BF16), tolerance(BF16), "home")
+
+
 def test_a_nan_from_a_broken_weight_gives_ids_in_range(opened):
     device = opened.runtime.device
     logits = torch.full((3, 1000), torch.nan, device=device)
