@@ -6,6 +6,12 @@ import triton.language as tl
 
 from hw.api import GateRule, Replicas
 from hw.cuda.early import early, wait_for_inputs
+from hw.cuda.small_gemm import sum_splits
+from hw.cuda.triton_gate_product import gate_product_kernel, gate_row_kernel
+
+# The product of rows with the gate's weight: channels of a tile, programs that fill the GPU, most pieces of K; channels of a row taken
+# at once where there is one row.
+_BLOCK_K, _PROGRAMS, _MOST_SPLITS, _MOST_AT_ONCE = 64, 132, 56, 8192
 
 
 @triton.jit
@@ -77,7 +83,18 @@ class GateOps:
     """See `hw.api.Ops`."""
 
     def gate_logits(self, x, weight):
-        return torch.nn.functional.linear(x.float(), weight)
+        num_rows, (num_experts, inner) = x.shape[0], weight.shape
+        assert weight.dtype == torch.float32 and weight.is_contiguous() and x.stride(1) == 1, (weight.dtype, weight.stride(), x.stride())
+        if x.dtype != torch.bfloat16:
+            return torch.nn.functional.linear(x.float(), weight)
+        out = torch.empty((num_rows, num_experts), device=x.device)
+        if num_rows == 1 and inner <= _MOST_AT_ONCE:
+            gate_row_kernel[(num_experts, 1)](
+                x, weight, out, num_experts, inner, x.stride(0), BLOCK_K=triton.next_power_of_2(inner), num_warps=4, **early(x.device)
+            )  # fmt: skip
+        elif num_rows:
+            _gate_product(x, weight, out)
+        return out
 
     def gate_topk(self, logits, bias, rule: GateRule, replicas: Replicas):
         num_tokens, num_experts = logits.shape
@@ -96,3 +113,18 @@ class GateOps:
             NORMALIZE=rule.normalize, **early(logits.device),
         )  # fmt: skip
         return idx, phy, weight
+
+
+def _gate_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    num_rows, (num_experts, inner) = x.shape[0], weight.shape
+    block_e, block_t = 16 if num_experts <= 16 else 64, 16 if num_rows <= 16 else 64 if num_rows <= 128 else 128
+    tiles_e, tiles_t, num_blocks = triton.cdiv(num_experts, block_e), triton.cdiv(num_rows, block_t), triton.cdiv(inner, _BLOCK_K)
+    blocks_per_split = triton.cdiv(num_blocks, max(1, min(_PROGRAMS // (tiles_e * tiles_t), _MOST_SPLITS)))
+    num_splits = triton.cdiv(num_blocks, blocks_per_split)
+    part = out if num_splits == 1 else torch.empty((num_splits, *out.shape), device=out.device)
+    gate_product_kernel[(tiles_e, tiles_t, num_splits)](
+        x, weight, part, num_rows, num_experts, inner, x.stride(0), blocks_per_split,
+        BLOCK_E=block_e, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, num_warps=4, num_stages=3, **early(x.device),
+    )  # fmt: skip
+    if num_splits > 1:
+        sum_splits(part, out)

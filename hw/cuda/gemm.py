@@ -1,4 +1,4 @@
-"""Matrix products: cuBLAS and CUTLASS for bf16 and fp32, DeepGEMM for fp8 and for large masked groups, Triton for what is left.
+"""Matrix products: cuBLAS and CUTLASS for bf16 and fp32, DeepGEMM for fp8 and for large masked groups, Triton for few rows and what is left.
 
 FP8 weights meet bf16 activations that are quantised per token in groups of 128, where the shape fits (`quantizes`): blocks of 128 x 128,
 K a multiple of 128, N of 64. Other shapes, and fp32 activations, take the declared composite: dequantise, then the product in the
@@ -15,7 +15,8 @@ from hw.api import ExpertRows, Matrix, Rows
 from hw.cuda.elementwise import spread_key
 from hw.cuda.layout import ALIGN_ROWS, masked_rows, whole
 from hw.cuda.quantize import quantize, quantize_masked
-from hw.cuda.rules import CUTLASS, DEEP_GEMM, GROUPED, LINEAR, MASKED
+from hw.cuda.rules import CUBLAS, CUTLASS, DEEP_GEMM, FEW_ROWS, GROUPED, LINEAR, MASKED, TAKES_FP8
+from hw.cuda.small_gemm import few_rows_linear, few_rows_masked
 from hw.cuda.triton_grouped import grouped_kernel
 from hw.quant import QuantTensor, dequantize
 from hw.rules import Candidate, Product, choose
@@ -26,15 +27,18 @@ class GemmOps:
 
     def __init__(self, deep_gemm: ModuleType | None):
         self._deep_gemm = deep_gemm
-        self._absent_products = frozenset({DEEP_GEMM}) if deep_gemm is None else frozenset()
+        self._absent_products = frozenset({FEW_ROWS, DEEP_GEMM}) if deep_gemm is None else frozenset()
 
     def quantizes(self, weight, dtype):
         table = LINEAR if len(weight.shape) == 2 else MASKED
-        return isinstance(weight, QuantTensor) and self._library(table, 1, dtype, weight) == DEEP_GEMM
+        return isinstance(weight, QuantTensor) and self._library(table, 1, dtype, weight) in TAKES_FP8
 
     def linear(self, x, weight):
-        if not isinstance(weight, QuantTensor) or self._library(LINEAR, x.shape[0], dense_dtype(x), weight) != DEEP_GEMM:
+        library = self._library(LINEAR, x.shape[0], dense_dtype(x), weight) if isinstance(weight, QuantTensor) else CUBLAS
+        if library not in TAKES_FP8:
             return torch.nn.functional.linear(*_both_dense(x, weight))
+        if library == FEW_ROWS:
+            return few_rows_linear(x if isinstance(x, QuantTensor) else quantize(x), weight)
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=weight.data.device)
         if x.shape[0]:
             x = x if isinstance(x, QuantTensor) else quantize(x)
@@ -70,16 +74,22 @@ class GemmOps:
         out = masked_rows(num_experts, capacity, weight.shape[1], dense_dtype(x), weight.data.device)
         if not out.numel():
             return out
-        if isinstance(weight, QuantTensor) and self._library(MASKED, capacity, dense_dtype(x), weight) == DEEP_GEMM:
-            x = whole(x if isinstance(x, QuantTensor) else quantize_masked(x, counts))
+        library = self._library(MASKED, capacity, dense_dtype(x), weight)
+        if not isinstance(weight, QuantTensor) or library not in TAKES_FP8:
+            x, weight = _both_dense(x, weight)
+            library = self._library(MASKED, capacity, x.dtype, weight)
+        elif not isinstance(x, QuantTensor):
+            x = quantize_masked(x, counts)
+        if library == FEW_ROWS:
+            few_rows_masked(x, weight, counts, out)
+        elif library != DEEP_GEMM:
+            _triton_masked(x, weight, counts, out)
+        elif isinstance(weight, QuantTensor):
+            x = whole(x)
             pair = weight.data, weight.scale.float()
             self._deep_gemm.m_grouped_fp8_gemm_nt_masked((x.data, x.scale), pair, whole(out), counts, expected)
-            return out
-        x, weight = _both_dense(x, weight)
-        if self._library(MASKED, capacity, x.dtype, weight) == DEEP_GEMM:
+        else:
             self._deep_gemm.m_grouped_bf16_gemm_nt_masked(whole(x), weight, whole(out), counts, expected)
-            return out
-        _triton_masked(x, weight, counts, out)
         return out
 
     def _library(self, candidates: tuple[Candidate, ...], rows: int, dtype: torch.dtype, weight: Matrix) -> str:

@@ -1,12 +1,12 @@
 """All compute primitives of `hw.api.Ops` on a GPU. Which library serves which op stands in the file of its role.
 
-    attention     mla_decode     FlashMLA (bf16, latent 512 + rope 64, pages of 64); else Triton
+    attention     mla_decode     FlashMLA (bf16, latent 512 + rope 64, pages of 64, more than a few queries); else Triton
                   latent_write, latent_gather    Triton
     prefill       mla_prefill, merge_attention    Triton; a kernel for Hopper (bf16, 192 and 128 dims), and one for the rest
     absorb        absorb_query, unabsorb    Triton for few tokens in bf16; else cuBLAS and Triton
-    gemm          linear, expand_latent  cuBLAS; fp8: DeepGEMM; else dequantised, then cuBLAS
+    gemm          linear, expand_latent  cuBLAS; fp8: Triton for few rows, DeepGEMM; else dequantised, then cuBLAS
                   grouped_linear         CUTLASS through torch (bf16); fp8: DeepGEMM; else Triton
-                  grouped_linear_masked  DeepGEMM (bf16 of some size, fp8); else Triton
+                  grouped_linear_masked  Triton for few rows; DeepGEMM (bf16 of some size, fp8); else Triton
     elementwise, gate, sampling          Triton
 
 No op waits for the device, except that a throughput dispatch brings its counts to the host. Ops that take host lists copy them over.

@@ -59,16 +59,6 @@ def _deep_ep(shape: Dispatch) -> str | None:
     return None
 
 
-def _few_queries(shape: Decode) -> str | None:
-    """FlashMLA works on 64 queries times heads at a time and takes a while to begin; many heads make up for it, and so do long contexts."""
-    blocks = shape.num_seqs * -(-shape.query_len * shape.num_heads // 16)
-    if blocks > FEW_QUERIES:
-        return f"{shape.num_seqs} x {shape.query_len} x {shape.num_heads} queries times heads, more than {FEW_QUERIES} x 16"
-    if blocks > shape.num_seqs and shape.max_seq_len > FEW_QUERIES_CONTEXT:
-        return f"{shape.num_heads} heads over {shape.max_seq_len} tokens, more than {FEW_QUERIES_CONTEXT}"
-    return None
-
-
 def _flash_mla(shape: Decode) -> str | None:
     for name, value, wanted in (
         ("latent", shape.latent, FLASH_LATENT),
@@ -78,6 +68,10 @@ def _flash_mla(shape: Decode) -> str | None:
     ):
         if value != wanted:
             return f"{name} {value}, it takes {wanted}"
+    # It works on 64 queries times heads at a time and takes a while to begin; many heads make up for that, and so do long contexts.
+    blocks = shape.num_seqs * -(-shape.query_len * shape.num_heads // 16)
+    if blocks <= FEW_QUERIES and (blocks == shape.num_seqs or shape.max_seq_len <= FEW_QUERIES_CONTEXT):
+        return f"at most {16 * FEW_QUERIES} queries times heads, for which it is slower"
     return None
 
 
@@ -137,7 +131,7 @@ def _triton_absorb(shape: Absorb) -> str | None:
 
 
 ABSORB = (Candidate(TRITON, _triton_absorb), Candidate(CUBLAS, takes_all))
-DECODE = (Candidate(FEW_ROWS, _few_queries), Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
+DECODE = (Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
 LINEAR = (Candidate(FEW_ROWS, _few_rows_linear), Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUBLAS, takes_all))
 GROUPED = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUTLASS, _cutlass_grouped), Candidate(TRITON, takes_all))
 DISPATCH = (Candidate(DEEP_EP, _deep_ep), Candidate(NCCL, takes_all))

@@ -3,7 +3,7 @@
 import torch
 
 from hw.api import Ops
-from hw.cuda.rules import CUBLAS, CUTLASS, DECODE, DEEP_GEMM, FACTS, FLASH_MLA, GROUPED, LINEAR, MASKED, TRITON
+from hw.cuda.rules import CUBLAS, CUTLASS, DECODE, DEEP_GEMM, FACTS, FEW_ROWS, FLASH_MLA, GROUPED, LINEAR, MASKED, TRITON
 from hw.quant import QuantTensor, scale_shape
 from hw.rules import Decode, ModelShapes, Product, Provider, choose
 
@@ -15,8 +15,8 @@ def fp8(*shape: int) -> QuantTensor:
     return QuantTensor(torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"), scale)
 
 
-def decode(latent: int = 512, dtype: torch.dtype = BF16) -> Decode:
-    return Decode(dtype, num_seqs=1, query_len=1, num_heads=16, latent=latent, rope=64, page_size=64, max_seq_len=100)
+def decode(latent: int = 512, dtype: torch.dtype = BF16, num_seqs: int = 64, num_heads: int = 16, max_seq_len: int = 100) -> Decode:
+    return Decode(dtype, num_seqs, query_len=1, num_heads=num_heads, latent=latent, rope=64, page_size=64, max_seq_len=max_seq_len)
 
 
 def test_the_first_that_takes_a_shape_does_it_and_the_others_say_why_not():
@@ -24,6 +24,19 @@ def test_the_first_that_takes_a_shape_does_it_and_the_others_say_why_not():
     assert choose("mla_decode", DECODE, decode(64)) == Provider("mla_decode", TRITON, "FlashMLA: latent 64, it takes 512")
     assert choose("mla_decode", DECODE, decode(dtype=torch.float32)).library == TRITON
     assert choose("mla_decode", DECODE, decode(), absent=frozenset({FLASH_MLA})).reason == "FlashMLA: not there"
+
+
+def test_few_sequences_with_few_heads_or_short_contexts_are_read_by_a_kernel_of_ours():
+    for num_seqs, num_heads, max_seq_len, expected in (
+        (1, 16, 100_000, TRITON),
+        (8, 16, 100_000, TRITON),
+        (9, 16, 100, FLASH_MLA),
+        (1, 128, 8192, TRITON),
+        (1, 128, 8193, FLASH_MLA),
+        (2, 128, 100, FLASH_MLA),
+    ):
+        shape = decode(num_seqs=num_seqs, num_heads=num_heads, max_seq_len=max_seq_len)
+        assert choose("mla_decode", DECODE, shape).library == expected, shape
 
 
 def test_products():
@@ -41,6 +54,20 @@ def test_products():
         (MASKED, fp8(8, 64, 256), BF16, DEEP_GEMM),
     ):
         assert choose("product", table, Product.of(128, dtype, weight)).library == expected, (table, weight.shape)
+
+
+def test_products_of_few_rows():
+    dense = torch.empty(64, 2816, 2048, device="meta")
+    for table, weight, last_row in (
+        (LINEAR, fp8(2112, 7168), 16),
+        (MASKED, fp8(8, 4096, 7168), 8),
+        (MASKED, dense, 128),
+        (MASKED, dense[:8], 16),
+    ):
+        for rows, expected in ((1, FEW_ROWS), (last_row, FEW_ROWS), (last_row + 1, DEEP_GEMM)):
+            assert choose("product", table, Product.of(rows, BF16, weight)).library == expected, (rows, weight.shape)
+    assert choose("product", LINEAR, Product.of(1, BF16, fp8(2100, 7168))).library == CUBLAS
+    assert choose("product", MASKED, Product.of(1, BF16, torch.empty(8, 64, 256, device="meta"))).library == TRITON
 
 
 def test_inspect_leaves_no_op_out():

@@ -1,0 +1,77 @@
+"""Products of few rows: how the kernels of `hw.cuda.triton_small_gemm` are cut. Sizes are those that an H200 liked best."""
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hw.cuda.early import early
+from hw.cuda.rules import WARPS_CUT_K_MOST_ROWS
+from hw.cuda.triton_small_gemm import few_rows_kernel, split_k_kernel, sum_splits_kernel
+from hw.quant import QuantTensor
+
+_PROGRAMS = 528  # of the kernel whose programs cut K: four a multiprocessor
+_LEAST_BLOCKS = 4  # of 128 channels in one of its splits
+
+
+def few_rows_linear(x: QuantTensor, weight: QuantTensor) -> torch.Tensor:
+    """x `[T, K]`, at most 16 rows as `hw.cuda.layout.quantized_rows` lays them out, weight `[N, K]` in blocks of 128; `[T, N]` bf16."""
+    num_rows, (outer, inner) = x.shape[0], weight.shape
+    out = torch.empty((num_rows, outer), dtype=torch.bfloat16, device=x.data.device)
+    if num_rows <= WARPS_CUT_K_MOST_ROWS:
+        _warps_cut_k(x.data[None], x.scale[None], weight.data[None], weight.scale.float()[None], out[None], None, 8 if inner >= 4096 else 4)
+    elif num_rows:
+        _programs_cut_k(x, weight, out)
+    return out
+
+
+def few_rows_masked(x: torch.Tensor | QuantTensor, weight: torch.Tensor | QuantTensor, counts: torch.Tensor, out: torch.Tensor) -> None:
+    """Write to `out` the product of each expert's first `counts[e]` rows; layouts as in `hw.cuda.layout`, both sides FP8 or both dense."""
+    if isinstance(x, QuantTensor):
+        _warps_cut_k(x.data, x.scale, weight.data, weight.scale.float(), out, counts, 4)
+    else:
+        x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+        _warps_cut_k(x, None, weight, None, out, counts, 4)
+
+
+def _warps_cut_k(x, x_scale, weight, weight_scale, out, counts, split: int) -> None:
+    num_experts, capacity, outer = out.shape
+    inner = x.shape[2]
+    assert x.stride()[1:] == (inner, 1) and weight.is_contiguous() and out.stride()[1:] == (outer, 1), (x.stride(), weight.stride())
+    if not out.numel():
+        return
+    fp8 = x_scale is not None
+    assert not fp8 or x_scale.stride(1) == 1, x_scale.stride()
+    block_t = min(16, triton.next_power_of_2(capacity))
+    block_t = block_t if fp8 or block_t in (1, 16) else 8
+    block_n, block_k = 16 if fp8 and block_t <= 4 else 32, 128 if fp8 else 64
+    grid = (triton.cdiv(outer, block_n), triton.cdiv(capacity, block_t), num_experts)
+    few_rows_kernel[grid](
+        x, x_scale, weight, weight_scale, out, counts, capacity, outer, inner, x.stride(0), x_scale.stride(0) if fp8 else 0,
+        x_scale.stride(2) if fp8 else 0, out.stride(0),
+        MASKED=counts is not None, SCALED=fp8, EVEN=inner % (split * block_k) == 0, SPLIT=split, BLOCK_N=block_n, BLOCK_T=block_t,
+        BLOCK_K=block_k, num_warps=split, num_stages=3, **early(out.device),
+    )  # fmt: skip
+
+
+def _programs_cut_k(x: QuantTensor, weight: QuantTensor, out: torch.Tensor) -> None:
+    num_rows, (outer, inner) = x.shape[0], weight.shape
+    block_n, num_blocks = 64, inner // 128
+    tiles = triton.cdiv(outer, block_n)
+    wanted = max(1, min(round(_PROGRAMS / tiles), num_blocks // _LEAST_BLOCKS))
+    blocks_per_split = triton.cdiv(num_blocks, wanted)
+    num_splits = triton.cdiv(num_blocks, blocks_per_split)
+    part = out if num_splits == 1 else torch.empty((num_splits, num_rows, outer), device=out.device)
+    split_k_kernel[(tiles, 1, num_splits)](
+        x.data, x.scale, TensorDescriptor.from_tensor(weight.data, [block_n, 128]), weight.scale.float(), part, num_rows, outer, inner,
+        x.scale.stride(1), blocks_per_split, BLOCK_N=block_n, BLOCK_T=16, num_warps=4, num_stages=4, **early(out.device),
+    )  # fmt: skip
+    if num_splits > 1:
+        sum_splits(part, out)
+
+
+def sum_splits(part: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[...] = part.sum(0)` in the order of the splits: part `[splits, ...]` fp32, both contiguous."""
+    num_splits, size = part.shape[0], out.numel()
+    sum_splits_kernel[(triton.cdiv(size, 256),)](
+        part, out, size, num_splits, SPLITS=triton.next_power_of_2(num_splits), BLOCK=256, num_warps=2, **early(out.device)
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Kernels for small batches on a GPU: products of few rows, the gate's product, latent attention of few sequences."""
+
+import pytest
+import torch
+
+from hw.quant import QuantTensor, dequantize, quantize_activation, quantize_weight_blocks
+from hw.select import open_backend
+from hw.testing import assert_close, available_backends, tolerance
+from tests.hw.test_parity import Call, check, normal, pages, to_device, weight
+
+pytestmark = pytest.mark.skipif("cuda" not in available_backends(), reason="needs an NVIDIA GPU")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def opened():
+    return open_backend("cuda")
+
+
+def quantized_product(x: torch.Tensor, w: QuantTensor) -> torch.Tensor:
+    """What FP8 means: both sides quantised, the product of their values in fp32."""
+    return (dequantize(quantize_activation(x)) @ dequantize(w).T).to(x.dtype)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(2112, 7168), (576, 512), (192, 128), (4096, 1536)])
+def test_fp8_products_of_few_rows(opened, outer: int, inner: int):
+    """Each row count takes the kernel that its shape is given, so together they see every tile there is."""
+    w = quantize_weight_blocks(weight(outer, inner, dtype=torch.float32))
+    there = to_device(w, opened.runtime.device)
+    for num_rows in (1, 2, 3, 8, 15, 16, 17, 33, 64, 65, 100, 128, 129):
+        x = normal(num_rows, inner, dtype=BF16)
+        actual = opened.ops.linear(x.to(opened.runtime.device), there)
+        assert_close(actual, quantized_product(x, w), tolerance(BF16), f"{num_rows} rows")
+
+
+@pytest.mark.parametrize("counts", [(1,), (0, 1, 0), (2, 0, 1, 3), (4, 4, 4), (8, 1, 0, 5, 7), (16, 3, 0)])
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+def test_products_of_experts_with_few_rows(opened, fp8: bool, counts: tuple[int, ...]):
+    outer, inner, capacity, device = 2048, 768, max(counts), opened.runtime.device
+    dense = weight(len(counts), outer, inner, dtype=torch.float32)
+    w = quantize_weight_blocks(dense) if fp8 else dense.to(BF16)
+    x = normal(len(counts), capacity, inner, dtype=BF16)
+    x[torch.arange(capacity) >= torch.tensor(counts)[:, None]] = torch.nan
+    there = torch.tensor(counts, dtype=torch.int32, device=device)
+    actual = opened.ops.grouped_linear_masked(x.to(device), to_device(w, device), there).cpu()
+    for e, count in enumerate(counts):
+        rows = x[e, :count]
+        expected = quantized_product(rows, w.expert(e)) if fp8 else (rows.float() @ w[e].float().T).to(BF16)
+        assert_close(actual[e, :count], expected, tolerance(BF16), f"{counts}, expert {e}")
+
+
+@pytest.mark.parametrize("num_experts", [8, 64, 256])
+def test_gate_logits_are_those_of_fp32(opened, num_experts: int):
+    """Against fp64: the error stays below 2^-20 of the sum of the products' magnitudes, whatever the number of rows."""
+    device = opened.runtime.device
+    w = weight(num_experts, 7168, dtype=torch.float32)
+    w[0, :128] *= 1e-3  # parts of very different size
+    w = w.to(device)
+    for num_rows in (1, 2, 16, 17, 128, 256, 1000):
+        x = normal(num_rows, 7168, dtype=BF16).to(device)
+        exact, size = x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
+        error = ((opened.ops.gate_logits(x, w).double() - exact).abs() / size).max().item()
+        assert error < 2**-20, f"{num_rows} rows: {error:.1e}"
+
+
+@pytest.mark.parametrize(("num_heads", "query_len"), [(128, 1), (128, 3), (16, 1), (20, 2)])
+def test_decode_of_few_sequences(opened, num_heads: int, query_len: int):
+    for lens in ((4000,), (1,), (700, 0), (64, 65, 63, 1000, 5)):
+        cache, page_table = pages(lens, 64, 576, 2, BF16)
+        # What a page holds beyond its sequence's end must not matter.
+        for row, length in enumerate(lens):
+            if length % 64:
+                cache[page_table[row, length // 64], length % 64 :] = torch.nan
+        q = normal(len(lens), query_len, num_heads, 576, dtype=BF16)
+        for bound in (max(lens), 20_000):
+            args = (q, cache, page_table, torch.tensor(lens, dtype=torch.int32), bound, 512, 576**-0.5, None, True)
+            check(opened.ops, "mla_decode", f"{lens} of at most {bound}", Call(args), opened.runtime.device)
