@@ -112,7 +112,7 @@ class DecodeGraphs:
             self._drafters[key] = backend.runtime.capture(self._draft(*key))
         self._idle: dict[int, Callable[[], None]] = {}
         if model.parallel.dp > 1:
-            self._idle = {q - 1: backend.runtime.capture(self._serve(q - 1)) for q in self._sizes}
+            self._idle = {num: backend.runtime.capture(self._serve(num)) for num in range(state.max_drafts + 1)}
         logger.info("captured %d decode steps of up to %d sequences in %.1f s", len(keys), largest, time.perf_counter() - started)
 
     def _inputs(self, size: int, query_len: int) -> tuple[DecodeInputs, AttnMetadata]:

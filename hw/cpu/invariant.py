@@ -33,6 +33,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 class InvariantOps(CpuOps):
     """See `hw.api.Ops`."""
 
+    rows_by_library = False
+
     def linear(self, x, weight):
         if isinstance(x, QuantTensor):
             return super().linear(x, weight)  # comes back dequantised

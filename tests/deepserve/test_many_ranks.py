@@ -26,12 +26,15 @@ TOLERANCE = 1e-3  # of a log-probability
 
 # Ranks replay graphs of different sizes, run prefill beside them, and idle, all with one size of the dispatch.
 CAPTURED = {"graphs": True, "async_scheduling": True, "max_num_seqs": 12, "max_dispatch_tokens_per_rank": 12}
+DRAFTS = {"speculative_config": {"num_speculative_tokens": 2, "adaptive": False}}
 # Every layout with some of: prompts cut into chunks, prefixes found, too few pages.
 LAYOUTS = {
     "dp2": {"data_parallel_size": 2, "max_num_batched_tokens": 40},
     "dp3": {"data_parallel_size": 3, "enable_prefix_caching": False, "num_pages": 3},
     "tp2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, "num_pages": 14},
     "tp2 dp2": {"tensor_parallel_size": 2, "data_parallel_size": 2, "num_pages": 4},
+    "tp2 with drafts": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, "async_scheduling": True, **DRAFTS},
+    "dp2 captured with drafts": {"data_parallel_size": 2, "num_pages": 4, **CAPTURED, **DRAFTS},
     "tp2 captured": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, **CAPTURED},
 }
 # 32 experts over 3 ranks: 11 slots each, the spare one holds a replica; 4 redundant ones put most experts elsewhere.
@@ -40,6 +43,8 @@ INVARIANT_LAYOUTS = {
     "dp2": {"data_parallel_size": 2, "max_num_batched_tokens": 48},
     "dp3": {"data_parallel_size": 3, "max_num_seqs": 3},
     "dp2 captured": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **CAPTURED},
+    "dp2 with drafts": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **DRAFTS},
+    "tp2 dp2 with drafts": {"tensor_parallel_size": 2, "data_parallel_size": 2, "async_scheduling": True, **DRAFTS},
     "dp3 with replicas": {"data_parallel_size": 3, "num_redundant_experts": 4, "long_prefill_token_threshold": 30},
 }
 

@@ -15,9 +15,9 @@ from deepserve.engine.engine import Engine, resolve
 from deepserve.model.hub import SHIPPED_FOLDER
 from tests.deepserve.same_tokens.engine_run import Answer, compare, engine_args, run, run_case
 from tests.deepserve.same_tokens.find_prompts import DATA, SHIPPED
-from tests.deepserve.same_tokens.grid import FULL, KINDS, PAIRWISE, Case, pairs
+from tests.deepserve.same_tokens.grid import DRAFTED, DRAFTED_PAIRWISE, FULL, KINDS, PAIRWISE, Case, pairs
 from tests.deepserve.same_tokens.reference import Reference, refer
-from tests.deepserve.tiny_models import load_reference
+from tests.deepserve.tiny_models import add_mtp, load_reference
 
 MIN_MARGIN = 1e-3
 # Company that may not move a bit of anyone's log-probabilities: chunks, hits, preemption, few and many tokens in a step.
@@ -50,10 +50,17 @@ def references(folder_of: Callable[[str], Path]) -> Callable[[str], list[Referen
     return get
 
 
+@pytest.fixture(scope="session")
+def v3_with_mtp(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_mtp(folder_of("v3"), tmp_path_factory.mktemp("v3-mtp"))
+
+
 @pytest.fixture
-def engine_for(folder_of: Callable[[str], Path]) -> Callable[..., Engine]:
+def engine_for(folder_of: Callable[[str], Path], request: pytest.FixtureRequest) -> Callable[..., Engine]:
     def build(case: Case, **flags: bool) -> Engine:
-        return Engine(resolve(engine_args(folder_of(case.kind), case, **flags)), progress=False)
+        with_mtp = case.num_drafts and case.kind != SHIPPED
+        folder = request.getfixturevalue("v3_with_mtp") if with_mtp else folder_of(case.kind)
+        return Engine(resolve(engine_args(folder, case, **flags)), progress=False)
 
     return build
 
@@ -83,18 +90,19 @@ def test_the_stored_continuation_is_what_transformers_generates(kind, references
     assert tokens[0, prompt.shape[1] :].tolist() == reference.output
 
 
-def test_the_cover_meets_every_pair_of_settings():
-    missing = set().union(*map(pairs, FULL)) - set().union(*map(pairs, PAIRWISE))
+@pytest.mark.parametrize(("full", "cover"), [(FULL, PAIRWISE), (DRAFTED, DRAFTED_PAIRWISE)], ids=["plain", "with drafts"])
+def test_the_cover_meets_every_pair_of_settings(full, cover):
+    missing = set().union(*map(pairs, full)) - set().union(*map(pairs, cover))
     assert not missing, sorted(map(str, missing))
 
 
-@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+@pytest.mark.parametrize("case", PAIRWISE + DRAFTED_PAIRWISE, ids=str)
 def test_tokens_equal_the_reference(case, references, engine_for):
     compare(run_case(engine_for(case), case, references(case.kind)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [case for case in FULL if case not in PAIRWISE], ids=str)
+@pytest.mark.parametrize("case", [case for case in FULL + DRAFTED if case not in PAIRWISE + DRAFTED_PAIRWISE], ids=str)
 def test_tokens_equal_the_reference_over_the_full_grid(case, references, engine_for):
     compare(run_case(engine_for(case), case, references(case.kind)))
 

@@ -89,6 +89,24 @@ def make_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
+@torch.no_grad()
+def add_mtp(source: Path, folder: Path, seed: int = 0) -> Path:
+    """Write `source` again with a random MTP module behind its layers; the model itself stays what it is."""
+    tensors = load_file(source / "model.safetensors")
+    num_layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    last, mtp = f"model.layers.{num_layers - 1}.", f"model.layers.{num_layers}."
+    hidden = tensors["model.norm.weight"].shape[0]
+    shapes = {mtp + name.removeprefix(last): tensor.shape for name, tensor in tensors.items() if name.startswith(last)}
+    shapes |= {f"{mtp}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{mtp}eh_proj.weight"] = (hidden, 2 * hidden)
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in sorted(shapes.items()):
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = 1.0 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
+    _copy_with(source, folder, {"num_nextn_predict_layers": 1}, tensors)
+    return folder
+
+
 def load_reference(folder: Path) -> Any:
     """The transformers model of a folder, fp32, plain attention."""
     import transformers

@@ -18,13 +18,15 @@ class Case:
     prefix_cache: bool
     preempt: bool
     asynchronous: bool = False  # each step is planned before the result of the one before it is known
+    num_drafts: int = 0  # that the MTP module makes behind each draw
+    adaptive: bool = False  # so many at most
 
     def __str__(self) -> str:
         chunk = "whole" if self.chunk is None else f"chunks of {self.chunk}"
         cache = "prefix cache" if self.prefix_cache else "no cache"
-        return ", ".join(
-            (self.kind, self.company, chunk, cache, *(["preempted"] if self.preempt else []), *(["async"] if self.asynchronous else []))
-        )
+        flags = {"preempted": self.preempt, "async": self.asynchronous, "adaptive": self.adaptive}
+        drafts = [f"{self.num_drafts} drafts"] if self.num_drafts else []
+        return ", ".join((self.kind, self.company, chunk, cache, *(name for name, on in flags.items() if on), *drafts))
 
 
 FULL = [Case(*values) for values in product(KINDS, COMPANIES, CHUNKS, (True, False), (True, False), (True, False))]
@@ -52,4 +54,25 @@ PAIRWISE = [
     Case("moonlight", "16 prompts", 7, False, True, False),
     Case("moonlight", "alone", 64, True, False, True),
     Case("moonlight", "16 prompts", None, True, True, True),
+]
+
+# With drafts: of the shipped model most are accepted, of the random one next to none.
+DRAFTED = [
+    Case(*values, num_drafts, adaptive)
+    for values in product(("deepserve-tiny", "v3"), COMPANIES, CHUNKS, (True, False), (True, False), (True, False))
+    for num_drafts in (1, 2, 4)
+    for adaptive in (True, False)
+]
+DRAFTED_PAIRWISE = [
+    Case("deepserve-tiny", "16 prompts", 7, True, True, False, 4, False),
+    Case("deepserve-tiny", "alone", 64, False, False, True, 1, True),
+    Case("deepserve-tiny", "16 prompts", None, False, False, True, 2, False),
+    Case("deepserve-tiny", "alone", None, False, True, False, 4, True),
+    Case("v3", "alone", 7, True, False, True, 2, True),
+    Case("v3", "16 prompts", 64, True, True, False, 2, True),
+    Case("v3", "16 prompts", None, False, False, True, 4, False),
+    Case("v3", "alone", 64, True, True, False, 1, False),
+    Case("v3", "16 prompts", 7, False, True, True, 1, False),
+    Case("deepserve-tiny", "16 prompts", 64, False, False, False, 4, False),
+    Case("v3", "16 prompts", None, True, True, True, 1, True),
 ]
