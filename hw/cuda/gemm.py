@@ -1,4 +1,4 @@
-"""Matrix products: cuBLAS and CUTLASS for bf16 and fp32, DeepGEMM for fp8 and for large masked groups, Triton for few rows and what is left.
+"""Matrix products: cuBLAS and CUTLASS for bf16 and fp32, DeepGEMM for fp8 and for large masked groups, Triton for few rows and the rest.
 
 FP8 weights meet bf16 activations that are quantised per token in groups of 128, where the shape fits (`quantizes`): blocks of 128 x 128,
 K a multiple of 128, N of 64. Other shapes, and fp32 activations, take the declared composite: dequantise, then the product in the
@@ -18,6 +18,7 @@ from hw.cuda.quantize import quantize, quantize_masked
 from hw.cuda.rules import CUBLAS, CUTLASS, DEEP_GEMM, FEW_ROWS, GROUPED, LINEAR, MASKED, TAKES_FP8
 from hw.cuda.small_gemm import few_rows_linear, few_rows_masked
 from hw.cuda.triton_grouped import grouped_kernel
+from hw.cuda.upload import send
 from hw.quant import QuantTensor, dequantize
 from hw.rules import Candidate, Product, choose
 
@@ -56,15 +57,15 @@ class GemmOps:
         return keys, values
 
     def grouped_linear(self, x, weight, layout):
-        num_rows, outer = layout.starts[-1], weight.shape[1]
-        assert x.shape[0] == num_rows and len(layout.counts) == weight.shape[0], (x.shape, layout.starts, weight.shape)
+        num_rows, outer = x.shape[0], weight.shape[1]
+        assert layout.counts is None or (layout.starts[-1], len(layout.counts)) == (num_rows, weight.shape[0]), (x.shape, layout)
         if not num_rows:
             return torch.empty((0, outer), dtype=dense_dtype(x), device=weight.data.device)
         if isinstance(weight, QuantTensor) and self._library(GROUPED, num_rows, dense_dtype(x), weight) == DEEP_GEMM:
             return self._deep_gemm_contiguous(x, weight, layout)
         x, weight = _both_dense(x, weight)
         if self._library(GROUPED, num_rows, x.dtype, weight) == CUTLASS:
-            ends = torch.tensor(layout.starts[1:], dtype=torch.int32).to(x.device)
+            ends = send(layout.starts[1:], x.device) if layout.ends is None else layout.ends
             return torch.nn.functional.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
         return _triton_contiguous(x, weight, layout)
 
@@ -100,6 +101,7 @@ class GemmOps:
         """DeepGEMM wants each expert's rows to start at a multiple of 128; rows in another layout go there and their results come back."""
         device = weight.data.device
         if layout.align != ALIGN_ROWS or layout.experts is None:
+            layout = _told(layout)
             padded, here = ExpertRows(layout.counts, ALIGN_ROWS), real_rows(layout)
             there, experts = real_rows(padded), torch.full((padded.starts[-1],), -1, dtype=torch.int32)
             experts[there] = torch.arange(len(layout.counts), dtype=torch.int32).repeat_interleave(torch.tensor(layout.counts))
@@ -118,6 +120,14 @@ class GemmOps:
 def dense_dtype(x: Rows) -> torch.dtype:
     """Of the values of x, and so of a product of x."""
     return torch.bfloat16 if isinstance(x, QuantTensor) else x.dtype
+
+
+def _told(layout: ExpertRows) -> ExpertRows:
+    """With counts, rows of gaps included, for those who must know; waits for the device."""
+    if layout.counts is not None:
+        return layout
+    ends = layout.ends.tolist()
+    return ExpertRows([end - start for start, end in zip([0, *ends], ends, strict=False)], 1)
 
 
 def real_rows(layout: ExpertRows) -> torch.Tensor:
@@ -140,6 +150,7 @@ def _blocks(rows: int, x: torch.Tensor) -> dict[str, int]:
 
 
 def _triton_contiguous(x: torch.Tensor, weight: torch.Tensor, layout: ExpertRows) -> torch.Tensor:
+    layout = _told(layout)
     blocks = _blocks(max(layout.counts), x)
     step, tiles = blocks["BLOCK_M"], []
     for expert, (first, count) in enumerate(zip(layout.starts, layout.counts, strict=False)):

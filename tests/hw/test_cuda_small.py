@@ -64,14 +64,26 @@ def test_gate_logits_are_those_of_fp32(opened, num_experts: int):
 
 
 @pytest.mark.parametrize(("num_heads", "query_len"), [(128, 1), (128, 3), (16, 1), (20, 2)])
-def test_decode_of_few_sequences(opened, num_heads: int, query_len: int):
+@pytest.mark.parametrize("library", [True, False], ids=["flash-mla", "triton"])
+def test_decode_of_few_sequences(opened, library: bool, num_heads: int, query_len: int):
+    """With the library, shapes on both sides of the border between it and our kernel; without it, all are ours."""
+    ops = opened.ops if library else type(opened.ops)(flash_mla=None, deep_gemm=None)
     for lens in ((4000,), (1,), (700, 0), (64, 65, 63, 1000, 5)):
         cache, page_table = pages(lens, 64, 576, 2, BF16)
-        # What a page holds beyond its sequence's end must not matter.
-        for row, length in enumerate(lens):
-            if length % 64:
-                cache[page_table[row, length // 64], length % 64 :] = torch.nan
         q = normal(len(lens), query_len, num_heads, 576, dtype=BF16)
         for bound in (max(lens), 20_000):
             args = (q, cache, page_table, torch.tensor(lens, dtype=torch.int32), bound, 512, 576**-0.5, None, True)
-            check(opened.ops, "mla_decode", f"{lens} of at most {bound}", Call(args), opened.runtime.device)
+            check(ops, "mla_decode", f"{lens} of at most {bound}", Call(args), opened.runtime.device)
+
+
+def test_what_a_page_holds_beyond_its_sequence_does_not_matter_to_our_decode(opened):
+    ops, device = type(opened.ops)(flash_mla=None, deep_gemm=None), opened.runtime.device
+    lens = (130, 1, 64)
+    cache, page_table = pages(lens, 64, 576, 2, BF16)
+    rest = (normal(3, 1, 16, 576, dtype=BF16), cache, page_table, torch.tensor(lens, dtype=torch.int32))
+    clean = ops.mla_decode(*(arg.to(device) for arg in rest), 200, 512, 576**-0.5, None, True)
+    for row, length in enumerate(lens):
+        if length % 64:
+            cache[page_table[row, length // 64], length % 64 :] = torch.nan
+    for poisoned, expected in zip(ops.mla_decode(*(arg.to(device) for arg in rest), 200, 512, 576**-0.5, None, True), clean, strict=True):
+        assert torch.equal(poisoned, expected)
