@@ -5,7 +5,7 @@ import triton
 
 from hw.cuda.layout import GROUP, quantized_rows
 from hw.cuda.quantize import quantize
-from hw.cuda.rules import ABSORB, TRITON, Absorb
+from hw.cuda.rules import ABSORB, TRITON, UNABSORB, Absorb
 from hw.cuda.triton_absorb import absorb_query_kernel, unabsorb_kernel
 from hw.rules import choose
 
@@ -24,13 +24,13 @@ class AbsorbOps:
             torch.bmm(q[..., :nope].transpose(0, 1), w_uk, out=out[..., :latent].transpose(0, 1))
             self.rope(q[..., nope:], positions, table, out=out[..., latent:])
             return out
-        block_m, block_n, tiles = (16, 64, 1) if num_tokens <= 16 else (64, 64, 4) if num_tokens <= 64 else (128, 128, 4)
+        block_m, block_n, tiles = (16, 64, 4) if num_tokens <= 16 else (64, 128, 1)
         half = (dim - nope) // 2
         grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(latent, block_n * tiles) + 1, num_heads)
         absorb_query_kernel[grid](
             q, w_uk, positions, table, out, num_tokens, q.stride(0), q.stride(1), w_uk.stride(0), w_uk.stride(1), out.stride(0),
             out.stride(1), nope, latent, half, BLOCK_M=block_m, BLOCK_K=max(16, triton.next_power_of_2(nope)), BLOCK_N=block_n, TILES=tiles,
-            BLOCK_HALF=triton.next_power_of_2(half), NUM_STAGES=3, num_warps=8 if block_m == 128 else 4,
+            BLOCK_HALF=triton.next_power_of_2(half), NUM_STAGES=4, num_warps=4,
         )  # fmt: skip
         return out
 
@@ -39,7 +39,7 @@ class AbsorbOps:
         value = w_uv.shape[1]
         assert out.stride(2) == w_uv.stride(2) == 1 and not (quant and num_heads * value % GROUP), (out.stride(), w_uv.stride(), value)
         one_group = value == GROUP  # a head's values share a scale
-        use_kernel = choose("unabsorb", ABSORB, Absorb(out.dtype, num_tokens)).library == TRITON
+        use_kernel = choose("unabsorb", UNABSORB, Absorb(out.dtype, num_tokens)).library == TRITON
         if not use_kernel or (quant and not one_group):
             values = torch.empty((num_tokens, num_heads, value), dtype=out.dtype, device=out.device)
             torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.transpose(0, 1))
@@ -47,11 +47,11 @@ class AbsorbOps:
         rows = quantized_rows(num_tokens, num_heads * value, out.device) if quant else None
         data = torch.empty((num_tokens, num_heads * value), dtype=out.dtype, device=out.device) if rows is None else rows.data
         if num_tokens:
-            block_m = 16 if num_tokens <= 16 else 64 if num_tokens <= 64 else 128
+            block_m = 16 if num_tokens <= 16 else 64 if num_tokens <= 128 else 128
             unabsorb_kernel[(triton.cdiv(num_tokens, block_m), num_heads)](
                 out, w_uv, data, None if rows is None else rows.scale, num_tokens, out.stride(0), out.stride(1), w_uv.stride(0),
                 w_uv.stride(1), data.stride(0), 0 if rows is None else rows.scale.stride(1), value, latent,
-                QUANT=quant, BLOCK_M=block_m, BLOCK_K=64, BLOCK_N=max(16, triton.next_power_of_2(value)), NUM_STAGES=4,
-                num_warps=8 if block_m == 128 else 4,
+                QUANT=quant, BLOCK_M=block_m, BLOCK_K=128 if block_m == 16 else 64, BLOCK_N=max(16, triton.next_power_of_2(value)),
+                NUM_STAGES=3, num_warps=8 if block_m == 128 else 4,
             )  # fmt: skip
         return data if rows is None else rows

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -28,8 +29,8 @@ WARPS_CUT_K_MOST_ROWS, FEW_ROWS_LINEAR, FEW_ROWS_EXPERT = 8, 16, 16
 DEEP_EP_WIDTHS, DEEP_EP_MOST_TOKENS = (2048, 2560, 4096, 5120, 6144, 7168, 8192), 511
 
 
-# Most tokens for which one kernel around absorbed attention beats a product of cuBLAS and the passes beside it.
-ABSORB_MOST_ROWS = 256
+# Most tokens for which one kernel beats a product of cuBLAS and a pass beside it: the query's rotation, or the output's quantisation.
+ABSORB_MOST_ROWS, UNABSORB_MOST_ROWS = 64, 256
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,14 @@ def _cutlass_grouped(shape: Product) -> str | None:
     return None
 
 
-def _triton_absorb(shape: Absorb) -> str | None:
+def _tokens_up_to(most: int, shape: Absorb) -> str | None:
     if shape.dtype != torch.bfloat16:
         return f"activations in {shape.dtype}, it takes {torch.bfloat16}"
-    most = ABSORB_MOST_ROWS
-    return f"{shape.rows} tokens, more than {most}, where reading the matrices no longer counts" if shape.rows > most else None
+    return f"{shape.rows} tokens, more than the {most} up to which it is faster" if shape.rows > most else None
 
 
-ABSORB = (Candidate(TRITON, _triton_absorb), Candidate(CUBLAS, takes_all))
+ABSORB = (Candidate(TRITON, partial(_tokens_up_to, ABSORB_MOST_ROWS)), Candidate(CUBLAS, takes_all))
+UNABSORB = (Candidate(TRITON, partial(_tokens_up_to, UNABSORB_MOST_ROWS)), Candidate(CUBLAS, takes_all))
 DECODE = (Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
 LINEAR = (Candidate(FEW_ROWS, _few_rows_linear), Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUBLAS, takes_all))
 GROUPED = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUTLASS, _cutlass_grouped), Candidate(TRITON, takes_all))
@@ -170,7 +171,8 @@ def providers(model: ModelShapes) -> list[Provider]:
             lambda num: choose("mla_decode", DECODE, replace(d, num_seqs=num)), f"{d.num_heads} heads, latent {d.latent} + rope {d.rope}"
         )
     )
-    found += by_rows(lambda rows: choose("absorb_query, unabsorb", ABSORB, Absorb(model.dtype, rows)), f"{d.num_heads} heads")
+    for op, table in (("absorb_query", ABSORB), ("unabsorb", UNABSORB)):
+        found += by_rows(lambda rows, op=op, table=table: choose(op, table, Absorb(model.dtype, rows)), f"{d.num_heads} heads")
     for role, weight in model.products.items():
         label = f"{role} {' x '.join(map(str, weight.shape))}"
         tables = (("linear", LINEAR),) if len(weight.shape) == 2 else (("grouped_linear", GROUPED), ("grouped_linear_masked", MASKED))
