@@ -27,7 +27,8 @@ from deepserve.server.stream import EngineRequest, OutputStream
 
 log = logging.getLogger("deepserve.server")
 
-# Silence is counted in checks of this loop, so a frontend that was itself stopped or busy does not blame the engines.
+# Silence is summed up over checks of this loop, each at most two intervals long, so a frontend that was itself stopped does not blame the
+# engines.
 CHECK_S = 0.5  # or less, so that the smaller limit is
 CHECKS_PER_LIMIT = 10  # long
 PROBE_CHECKS = 5  # without a word before an engine's connection is tried
@@ -52,7 +53,8 @@ class EngineClient:
         self._silence_limit_s = silence_limit_s
         limits_s = [silence_limit_s] if quiet_limit_s is None else [silence_limit_s, quiet_limit_s]
         self._check_s = min(CHECK_S, min(limits_s) / CHECKS_PER_LIMIT)
-        self._quiet_checks = None if quiet_limit_s is None else quiet_limit_s / self._check_s
+        self._checked_s = time.monotonic()
+        self._quiet_limit_s = quiet_limit_s
         self._quiet: set[str] = set()  # instances with a rank that has not spoken for a while
         self._labels: dict[tuple[str, int], str] = {}
         self._lost: dict[bytes, Engine] = {}  # dropped for silence; they may only have been suspended
@@ -247,7 +249,7 @@ class EngineClient:
         engine = self.engines.get(identity) or self._readmit(identity)
         if engine is None:
             return
-        engine.silent_checks = 0
+        engine.silent_s = 0.0
         if type(message) is Outputs:
             engine.load = message.load
             now_s = time.perf_counter()
@@ -311,21 +313,23 @@ class EngineClient:
     def _check_silence(self):
         self._checks = self._loop.call_later(self._check_s, self._check_silence)
         self._read()
+        now_s = time.monotonic()
+        passed_s, self._checked_s = min(now_s - self._checked_s, 2 * self._check_s), now_s
         for engine in (*self.engines.values(), *self._lost.values()):
-            engine.silent_checks += 1
+            engine.silent_s += passed_s
         for engine in list(self.engines.values()):
-            if engine.silent_checks * self._check_s > self._silence_limit_s:
+            if engine.silent_s > self._silence_limit_s:
                 self._lose(engine)
-            elif engine.silent_checks >= PROBE_CHECKS:
+            elif engine.silent_s >= PROBE_CHECKS * self._check_s:
                 self._send_or_remove(engine, messages.Abort([]))  # forgets nothing: the sending shows whether anybody is there
-        if self._quiet_checks is not None:
-            self._check_quiet(self._quiet_checks)
+        if self._quiet_limit_s is not None:
+            self._check_quiet(self._quiet_limit_s)
 
-    def _check_quiet(self, limit: float):
+    def _check_quiet(self, limit_s: float):
         known = (*self.engines.values(), *self._lost.values())
-        quiet = {engine.instance for engine in known if engine.silent_checks > limit}
+        quiet = {engine.instance for engine in known if engine.silent_s > limit_s}
         for instance in quiet - self._quiet:
-            log.warning("instance %r has been quiet for %g s and gets no requests", instance, limit * self._check_s)
+            log.warning("instance %r has been quiet for %g s and gets no requests", instance, limit_s)
         if quiet != self._quiet:
             self._quiet = quiet
             self._notify()
@@ -337,7 +341,7 @@ class EngineClient:
         """For silence; it may only be suspended. Where instances may be cut off, its peers cannot go on without it either."""
         reason = f"{engine.name} has been silent for {self._silence_limit_s:g} s"
         stuck = [engine]
-        if self._quiet_checks is not None:
+        if self._quiet_limit_s is not None:
             stuck = [peer for peer in self.engines.values() if peer.instance == engine.instance]
         for peer in stuck:
             # What it still runs has no reader any more; the message waits in the socket should it only be suspended.

@@ -16,7 +16,7 @@ class Engine:
         self.label = label  # of the metrics
         self.stats = stats
         self.load = Load()
-        self.silent_checks = 0
+        self.silent_s = 0.0
         self.leaving = False  # it finishes what it has
         self.requests: dict[str, EngineRequest] = {}
 

@@ -71,10 +71,10 @@ def test_ports_that_somebody_has(tmp_path):
 def test_more_ranks_than_devices(tmp_path):
     path = tmp_path / "cluster.toml"
     accelerated = 'engine = { device = "cuda" }'
-    path.write_text(f"[[unified]]\ndp = 60\n{accelerated}\n[[unified]]\ndp = 40\n{accelerated}\n[[unified]]\ndp = 2\n")
+    path.write_text(f"[[unified]]\ndp = 60\n{accelerated}\n[[unified]]\ndp = 40\n{accelerated}\n")
     clashes, _ = device_clashes(load(path), "127.0.0.1")
     assert any(clash.startswith("100 ranks need a device 'cuda' each, there are ") for clash in clashes), clashes
-    path.write_text('[[unified]]\ndp = 2\n[[unified]]\nengine = { device = "abacus" }\n')
+    path.write_text('[[unified]]\nengine = { device = "abacus" }\n')
     clashes, drivers = device_clashes(load(path), "127.0.0.1")
     assert clashes == ["devices 'abacus' cannot be listed: ValueError: unknown device 'abacus', known are: cpu, cuda"] and drivers == {}
 

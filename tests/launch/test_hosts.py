@@ -23,7 +23,7 @@ from tests.launch.test_up import PROMPT, answer, assert_whole, begun, is_ready, 
 
 LEASE_S = 4.0
 LEAVE_S = 5.0
-NUM_TOKENS = 60
+NUM_TOKENS = 30
 HIDDEN = 256  # of the shipped model
 FILE = """
 name = "two-hosts"
@@ -126,8 +126,8 @@ def test_an_instance_over_two_hosts_gives_the_same_answer(two):
     # In turn on all three ranks, since they are equally idle.
     replies = [httpx.post(two.url + "/v1/completions", json=body, timeout=WAIT_S).json() for _ in range(6)]
     assert len({reply["choices"][0]["text"] for reply in replies}) == 1
-    # Four requests ran on the wide instance: their tokens' activations went to experts of the other host, in bf16.
-    least = 4 * NUM_TOKENS * HIDDEN * 2
+    # Two requests at least ran on the wide instance: their tokens' activations went to experts of the other host, in bf16.
+    least = 2 * NUM_TOKENS * HIDDEN * 2
     assert all(two.network.sent_bytes(host) - before[host] > least for host in two.network.hosts)
 
 
@@ -153,23 +153,34 @@ def test_sockets_listen_on_the_hosts_address_only(two):
 
 def test_a_cut_link_leaves_no_client_waiting(two):
     """The instance over both hosts stands still; the one on the frontend's host goes on."""
-    readers = [Reader(two.url) for _ in range(3)]
-    for reader in readers:
-        assert reader.begun.wait(WAIT_S)
+    readers = []
+    for _ in range(4):
+        readers.append(Reader(two.url))
+        assert readers[-1].begun.wait(WAIT_S)
+    wait_until(lambda: sum(num_running(two).values()) == 4, "all are reported")
+    num_near = num_running(two).get("near-0", num_running(two)["0"])
+    assert 0 < num_near < 4
     two.network.cut(two.second)
     cut = time.monotonic()
     try:
         wait_until(lambda: "instance 'wide' has been quiet" in "\n".join(two.frontend.lines), "out of routing", LEAVE_S)
         assert all(answer(two).status_code == 200 for _ in range(3))
-        wait_until(lambda: sum(not reader.is_alive() for reader in readers) == 2, "those of the wide one end", LEASE_S + LEAVE_S)
+        wait_until(lambda: sum(reader.is_alive() for reader in readers) == num_near, "those of the wide one end", LEASE_S + LEAVE_S)
         assert time.monotonic() - cut < LEASE_S + LEAVE_S
     finally:
         two.network.mend(two.second)
     assert all("error" in json.loads(reader.last) for reader in readers if not reader.is_alive())
-    (going_on,) = (reader for reader in readers if reader.is_alive())
-    going_on.hang_up()
+    for going_on in [reader for reader in readers if reader.is_alive()]:
+        going_on.hang_up()
     wait_until(lambda: is_ready(two.url) and num_engines(two) == 3, "whole again")
     assert all(answer(two).status_code == 200 for _ in range(6))
+
+
+def num_running(two) -> dict[str, int]:
+    """Sequences that run on each rank, by its label."""
+    text = httpx.get(two.url + "/metrics").text
+    found = re.findall(r'^vllm:num_requests_running\{engine="([^"]*)".*\} (\S+)$', text, re.MULTILINE)
+    return {label: int(float(value)) for label, value in found}
 
 
 class Reader(threading.Thread):

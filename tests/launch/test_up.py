@@ -108,7 +108,7 @@ rdzv_port = RDZV
 """
 
 
-def test_instances_and_frontend_die_and_come_back_while_others_serve(tmp_path):
+def test_instances_and_frontend_die_come_back_and_leave_while_others_serve(tmp_path):
     with Cluster(tmp_path, TWO) as server:
         expected = answer(server).json()["choices"][0]["text"]
         assert {answer(server).json()["choices"][0]["text"] for _ in range(3)} == {expected}
@@ -134,22 +134,8 @@ def test_instances_and_frontend_die_and_come_back_while_others_serve(tmp_path):
         wait_until(lambda: is_ready(server.url), "ranks find the new frontend")
         assert [process.pid for name in ("unified0", "unified1") for process in server.ranks(name)] == pids
 
-        everything = psutil.Process(server.process.pid).children(recursive=True)
-        with begun(server, 200) as lines:
-            server.process.send_signal(signal.SIGINT)
-            assert_whole(lines)
-        assert server.end(WAIT_S) == 0
-        assert not psutil.wait_procs(everything, 5.0)[1]
-    logs = {path.name for path in (tmp_path / "logs").iterdir()}
-    assert logs >= {"frontend.log", "unified0.log", "unified1.log", "unified0", "unified1"}
-    assert "[unified0.0]:" in (tmp_path / "logs/unified0.log").read_text()
-
-
-def test_an_instance_told_to_end_finishes_and_one_that_dies_ends_all(tmp_path):
-    """SIGTERM to one instance: its requests are finished, new ones go elsewhere, it is not started again."""
-    with Cluster(tmp_path, TWO.replace("[[unified]]", "[supervision]\nmax_restarts = 0\nlog_dir = 'LOGS'\n[[unified]]", 1)) as server:
-        everything = psutil.Process(server.process.pid).children(recursive=True)
-        with begun(server, 300) as first, begun(server, 300) as second:
+        # SIGTERM to one instance: its requests are finished, new ones go elsewhere, it is not started again.
+        with begun(server, 200) as first, begun(server, 200) as second:
             (leaving,) = server.ranks("unified1")
             leaving.parent().terminate()
             assert_whole(first)
@@ -157,13 +143,15 @@ def test_an_instance_told_to_end_finishes_and_one_that_dies_ends_all(tmp_path):
         server.wait_for_line(r"(unified1 ended)")
         assert num_engines(server) == 1 and answer(server).status_code == 200
 
-        (rank,) = server.ranks("unified0")
-        rank.kill()
-        assert server.end(WAIT_S) == 128 + signal.SIGKILL
-        assert (
-            f"unified0 failed: rank 0 (pid {rank.pid}) ended with signal SIGKILL; everything on this host was stopped" in server.lines[-1]
-        )
+        everything = psutil.Process(server.process.pid).children(recursive=True)
+        with begun(server, 100) as lines:
+            server.process.send_signal(signal.SIGINT)
+            assert_whole(lines)
+        assert server.end(WAIT_S) == 0
         assert not psutil.wait_procs(everything, 5.0)[1]
+    logs = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert logs >= {"frontend.log", "unified0.log", "unified1.log", "unified0", "unified1"}
+    assert "[unified0.0]:" in (tmp_path / "logs/unified0.log").read_text()
 
 
 @contextlib.contextmanager
