@@ -1,4 +1,4 @@
-"""Each op of a V3 decode step at batch 128 beside the least time the card could take for it, on one GPU.
+"""Each op of a V3 decode step at batch 128, and some at less, beside the least time the card could take for it, on one GPU.
 
     PYTHONPATH=. python bench/gpu/kernels.py [--only WORD] [--json FILE]
 
@@ -22,7 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hw.api import Activation, ExpertMode, ExpertStep, GateRule, PenaltyInputs, Replicas, SampleInputs, Segments
+from hw.cuda.rules import ABSORB, DECODE, LINEAR, MASKED, TRITON, UNABSORB, Absorb
 from hw.quant import QuantTensor
+from hw.rules import Decode, Product, choose
 from hw.select import open_backend
 
 COPY_RATE = 4.27e12  # bytes/s, read and written
@@ -32,6 +34,7 @@ BF16_RATE, FP8_RATE, FP32_RATE = (
     60e12,
 )  # operations/s: the best that these libraries reached on this card; fp32 by datasheet
 BATCH, CONTEXT, HIDDEN, VOCAB, HEADS = 128, 4096, 7168, 129_280, 128
+LINEARS = ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (36864, 7168), (7168, 18432))
 L2_BYTES = 60 << 20
 BF16 = torch.bfloat16
 DEVICE = torch.device("cuda")
@@ -169,17 +172,38 @@ def row_jobs(ops) -> Iterator[Job]:
     )
 
 
+def linear_job(ops, num_rows: int, outer: int, inner: int) -> Job:
+    def make():
+        x, w = ops.silu_mul(normal(num_rows, 2 * inner), True), fp8(outer, inner)
+        return lambda: ops.linear(x, w)
+
+    num_bytes = outer * inner + num_rows * (inner + 2 * outer)
+    provider = choose("linear", LINEAR, Product(BF16, num_rows, outer, inner, block=(128, 128))).library
+    return Job(f"linear fp8 {outer} x {inner}, {num_rows} rows", provider, num_bytes, 2 * num_rows * outer * inner, FP8_RATE, make)
+
+
+def absorb_jobs(ops, num_rows: int) -> Iterator[Job]:
+    """The products around absorbed attention, for `num_rows` tokens."""
+    positions, table = torch.arange(num_rows, device=DEVICE), torch.rand(CONTEXT, 64, device=DEVICE)
+    shape, flops = Absorb(BF16, num_rows), 2 * num_rows * HEADS * 128 * 512
+
+    def query() -> Callable[[], object]:
+        q, kv_up = normal(num_rows, HEADS, 192), normal(HEADS, 256, 512)
+        return lambda: ops.absorb_query(q, positions, table, kv_up[:, :128])
+
+    def output() -> Callable[[], object]:
+        out, kv_up = normal(num_rows, HEADS, 512), normal(HEADS, 256, 512)
+        return lambda: ops.unabsorb(out, kv_up[:, 128:], True)
+
+    by, num_bytes = choose("absorb_query", ABSORB, shape).library, 2 * HEADS * (128 * 512 + num_rows * (192 + 576))
+    yield Job(f"absorb_query 128 -> 512 + 64, {num_rows} tokens", by, num_bytes, flops, BF16_RATE, query)
+    by, num_bytes = choose("unabsorb", UNABSORB, shape).library, HEADS * (2 * 128 * 512 + num_rows * (2 * 512 + 128))
+    yield Job(f"unabsorb 512 -> 128, quantised, {num_rows} tokens", by, num_bytes, flops, BF16_RATE, output)
+
+
 def product_jobs(ops) -> Iterator[Job]:
-    def linear(outer: int, inner: int) -> Job:
-        def make():
-            x, w = normal(BATCH, inner), fp8(outer, inner)
-            return lambda: ops.linear(x, w)
-
-        num_bytes = outer * inner + 2 * BATCH * (inner + outer)
-        return Job(f"linear fp8 {outer} x {inner}", "DeepGEMM + ours", num_bytes, 2 * BATCH * outer * inner, FP8_RATE, make)
-
-    for outer, inner in ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (36864, 7168), (7168, 18432)):
-        yield linear(outer, inner)
+    for outer, inner in LINEARS:
+        yield linear_job(ops, BATCH, outer, inner)
 
     def plain(name: str, outer: int, inner: int, dtype: torch.dtype, rate: float) -> Job:
         def make():
@@ -190,17 +214,9 @@ def product_jobs(ops) -> Iterator[Job]:
         return Job(name, "cuBLAS", num_bytes, 2 * BATCH * outer * inner, rate, make)
 
     yield plain("head bf16 129280 x 7168", VOCAB, HIDDEN, BF16, BF16_RATE)
-    yield plain("gate fp32 256 x 7168", 256, HIDDEN, torch.float32, FP32_RATE)
 
-    kv_up = normal(HEADS, 256, 512)
-    positions, table = torch.arange(BATCH, device=DEVICE), torch.rand(CONTEXT, 64, device=DEVICE)
-    num_bytes, flops = 2 * HEADS * (128 * 512 + BATCH * (192 + 576)), 2 * BATCH * HEADS * 128 * 512
-    q, out = (lambda width=width: normal(BATCH, HEADS, width) for width in (192, 512))
-    make = on(ops.absorb_query, q, fixed(positions), fixed(table), fixed(kv_up[:, :128]))
-    yield Job("absorb_query 128 -> 512 + 64", "cuBLAS + ours", num_bytes, flops, BF16_RATE, make)
-    num_bytes = HEADS * (2 * 128 * 512 + BATCH * (2 * 512 + 128))
-    make = on(ops.unabsorb, out, fixed(kv_up[:, 128:]), fixed(True))
-    yield Job("unabsorb 512 -> 128, quantised", "cuBLAS + ours", num_bytes, flops, BF16_RATE, make)
+    for num_rows in (1, 64, BATCH, 2 * BATCH):
+        yield from absorb_jobs(ops, num_rows)
 
     def masked(num_experts: int, num_rows: int, outer: int, inner: int, kind: str, op: Callable, provider: str) -> Job:
         def make():
@@ -224,6 +240,56 @@ def product_jobs(ops) -> Iterator[Job]:
         yield masked(8, 128, outer, inner, "bf16", ours.grouped_linear_masked, "ours")
 
 
+def small_jobs(ops) -> Iterator[Job]:
+    """Steps of fewer tokens: what reads weights, and attention of few sequences."""
+    for num_rows in (1, 8, 16, 64):
+        for outer, inner in LINEARS:
+            yield linear_job(ops, num_rows, outer, inner)
+    for num_rows in (1, 16, 64, 128):
+        make = on(ops.gate_logits, lambda num_rows=num_rows: normal(num_rows, HIDDEN), lambda: normal(256, HIDDEN, dtype=torch.float32))
+        num_bytes, flops = 4 * 256 * HIDDEN + num_rows * (2 * HIDDEN + 4 * 256), 2 * num_rows * 256 * HIDDEN
+        yield Job(f"gate_logits 256 x 7168, {num_rows} rows", TRITON, num_bytes, flops, FP32_RATE, make)
+
+    def masked(kind: str, num_experts: int, top_k: int, num_rows: int, outer: int, inner: int) -> Job:
+        """Each of `num_rows` tokens goes to `top_k` experts, drawn at random."""
+        drawn = torch.rand(num_rows, num_experts, device=DEVICE).argsort(-1)[:, :top_k].flatten()
+        counts = torch.bincount(drawn, minlength=num_experts).int()
+
+        def make():
+            x = ops.silu_mul(normal(num_experts, num_rows, 2 * inner), kind == "fp8", counts)
+            w = fp8(num_experts, outer, inner) if kind == "fp8" else normal(num_experts, outer, inner)
+            return lambda: ops.grouped_linear_masked(x, w, counts)
+
+        size, used = 1 if kind == "fp8" else 2, int((counts > 0).sum())
+        num_bytes = size * used * outer * inner + num_rows * top_k * (size * inner + 2 * outer)
+        shape = Product(BF16, num_rows, outer, inner, num_experts, (128, 128) if kind == "fp8" else None)
+        name = f"masked {kind} {num_experts} experts of {outer} x {inner}, {num_rows} tokens"
+        return Job(name, choose("masked", MASKED, shape).library, num_bytes, 2 * num_rows * top_k * outer * inner, BF16_RATE, make)
+
+    for outer, inner in ((4096, 7168), (7168, 2048)):
+        for num_rows in (1, 8, 16):
+            yield masked("fp8", 8, 8, num_rows, outer, inner)
+    for outer, inner in ((2816, 2048), (2048, 1408)):  # V2-Lite
+        for num_rows in (1, 16, 64, 256):
+            yield masked("bf16", 64, 6, num_rows, outer, inner)
+
+
+def few_sequences_jobs(ops) -> Iterator[Job]:
+    for num_seqs, num_heads, context in ((1, 128, 4096), (8, 128, 4096), (1, 16, 1024), (8, 16, 1024), (64, 16, 1024)):
+        lens = torch.full((num_seqs,), context, dtype=torch.int32, device=DEVICE)
+
+        def make(num_seqs=num_seqs, num_heads=num_heads, context=context, lens=lens):
+            cache = normal(num_seqs * context // 64, 64, 576)
+            table = torch.randperm(cache.shape[0], device=DEVICE).int().view(num_seqs, -1)
+            q, plan = normal(num_seqs, 1, num_heads, 576), ops.decode_plan()
+            return lambda: ops.mla_decode(q, cache, table, lens, context, 512, 576**-0.5, plan)
+
+        num_bytes = 2 * num_seqs * (context * 576 + num_heads * (576 + 512))
+        provider = choose("mla_decode", DECODE, Decode(BF16, num_seqs, 1, num_heads, 512, 64, 64, context)).library
+        name = f"mla_decode {num_seqs} x {context}, {num_heads} heads"
+        yield Job(name, provider, num_bytes, 2 * num_seqs * num_heads * context * 1088, BF16_RATE, make)
+
+
 def attention_jobs(ops) -> Iterator[Job]:
     ours = type(ops)(flash_mla=None, deep_gemm=None)
     num_pages = BATCH * CONTEXT // 64
@@ -243,13 +309,17 @@ def attention_jobs(ops) -> Iterator[Job]:
         yield decode(num_heads, ops, "FlashMLA")
         yield decode(num_heads, ours, "ours")
 
-    def prefill() -> Callable[[], object]:
-        q, k, v = normal(CONTEXT, HEADS, 192), normal(CONTEXT, HEADS, 192), normal(CONTEXT, HEADS, 128)
-        one = Segments([CONTEXT], torch.tensor([0, CONTEXT], dtype=torch.int32, device=DEVICE))
-        return lambda: ops.mla_prefill(q, k, v, one, one, 192**-0.5, True)
+    def prefill(num_seqs: int) -> Job:
+        def make():
+            q, k, v = (normal(num_seqs * CONTEXT, HEADS, width) for width in (192, 192, 128))
+            segments = Segments([CONTEXT] * num_seqs, (torch.arange(num_seqs + 1, device=DEVICE) * CONTEXT).int())
+            return lambda: ops.mla_prefill(q, k, v, segments, segments, 192**-0.5, True)
 
-    flops = HEADS * CONTEXT * CONTEXT * 320
-    yield Job("mla_prefill 4096 tokens, 128 heads", "ours", 2 * CONTEXT * HEADS * 640, flops, BF16_RATE, prefill)
+        num_bytes, flops = 2 * num_seqs * CONTEXT * HEADS * 640, num_seqs * HEADS * CONTEXT * CONTEXT * 320
+        return Job(f"mla_prefill {num_seqs} x 4096 tokens, 128 heads", "ours", num_bytes, flops, BF16_RATE, make)
+
+    yield prefill(1)
+    yield prefill(4)
 
 
 def other_jobs(ops, comm) -> Iterator[Job]:
@@ -287,12 +357,13 @@ def other_jobs(ops, comm) -> Iterator[Job]:
     yield Job("sample greedy", "ours", num_bytes, 0, BF16_RATE, sample(False, 0, 1.0))
     yield Job("sample plain", "ours", num_bytes, 0, BF16_RATE, sample(True, 0, 1.0))
     yield Job("sample top-k 50, top-p 0.9", "ours", num_bytes, 0, BF16_RATE, sample(True, 50, 0.9))
+    yield Job("sample top-p 0.9", "ours", num_bytes, 0, BF16_RATE, sample(True, 0, 0.9))
 
     def logprobs():
         logits = torch.randn(BATCH, VOCAB, device=DEVICE)
         return lambda: ops.logprobs(logits, none, 5)
 
-    yield Job("logprobs, 5 best", "torch", num_bytes, 0, BF16_RATE, logprobs)
+    yield Job("logprobs, 5 best", "ours", num_bytes, 0, BF16_RATE, logprobs)
 
     def penalize():
         logits = torch.randn(BATCH, VOCAB, device=DEVICE)
@@ -327,6 +398,8 @@ def main() -> None:
     for jobs in (
         row_jobs(backend.ops),
         product_jobs(backend.ops),
+        small_jobs(backend.ops),
+        few_sequences_jobs(backend.ops),
         attention_jobs(backend.ops),
         other_jobs(backend.ops, backend.expert_comm),
     ):
