@@ -151,6 +151,9 @@ def prefill_cases() -> list[PrefillCase]:
         PrefillCase("no-keys-at-all", (3,), (0,), False),
         PrefillCase("long", (190,), (333,), True, num_heads=2),
         PrefillCase("v3-heads", (9, 40), (70, 40), True, num_heads=4, key_dim=192, value_dim=128),
+        PrefillCase("v3-heads-tiles", (130, 0, 200), (130, 5, 333), True, num_heads=2, key_dim=192, value_dim=128),
+        PrefillCase("v3-heads-see-nothing", (140,), (3,), True, num_heads=2, key_dim=192, value_dim=128),
+        PrefillCase("v3-heads-no-keys-for-some", (70, 3, 65), (0, 129, 200), False, num_heads=2, key_dim=192, value_dim=128),
     ]
 
 
