@@ -9,7 +9,8 @@ from hw.cuda.triton_logprobs import logprobs_kernel, summarize_kernel
 from hw.cuda.triton_sampling import PART, draw_kernel, penalize_kernel, scan_kernel
 
 _BLOCK = 4096  # tokens a program
-_LIST = 16384  # most tokens of a filtered row that are searched apart from the others
+_REGION = 1024  # most tokens of such a block that a filtered row's list can hold
+_LANES = 1024  # tokens of the list that are looked at together
 _PART = PART.value
 
 
@@ -78,23 +79,24 @@ class SamplingOps:
 def _filtered_draws(logits, rules, keys, peaks, sums, tokens) -> None:
     """The draws of all rows with filters. peaks and sums as `scan_kernel` left them."""
     (num_rows, vocab_size), num_parts = logits.shape, peaks.shape[1]
-    block = min(_BLOCK, max(_PART, triton.next_power_of_2(vocab_size)))
-    num_blocks, capacity = triton.cdiv(vocab_size, block), min(vocab_size, _LIST)
+    parts = min(_BLOCK // _PART, triton.next_power_of_2(num_parts))
+    num_blocks = triton.cdiv(num_parts, parts)
+    all_parts, blocks = triton.next_power_of_2(num_parts), triton.next_power_of_2(num_blocks)
     new = lambda dtype, *shape: torch.empty((num_rows, *shape), dtype=dtype, device=logits.device)  # noqa: E731
     counts = new(torch.int32, num_blocks, BINS.value)
-    best, total, limit, size = new(torch.float32), new(torch.float32), new(torch.int32), new(torch.int32)
-    first = new(torch.int32, num_blocks)
-    values, listed = new(torch.float32, capacity), new(torch.int32, capacity)
-    sizes = (logits.stride(0), vocab_size)
-    parts = triton.next_power_of_2(num_parts)
-    histogram_kernel[(num_rows, num_blocks)](logits, *rules, peaks, counts, *sizes, num_parts, BLOCK=block, PARTS=parts, num_warps=8)
+    best, total, limit, sizes = new(torch.float32), new(torch.float32), new(torch.int32), new(torch.int32, num_blocks)
+    values, listed = new(torch.float32, num_blocks, _REGION), new(torch.int32, num_blocks, _REGION)
+    shape = (logits.stride(0), vocab_size)
+    histogram_kernel[(num_rows, num_blocks)](
+        logits, *rules, peaks, counts, *shape, num_parts, BLOCK=parts * _PART, PARTS=all_parts, num_warps=8
+    )  # fmt: skip
     cut_kernel[(num_rows,)](
-        *rules, peaks, sums, counts, best, total, limit, size, first, vocab_size, num_parts, num_blocks, capacity,
-        PARTS=parts, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8,
+        *rules, peaks, sums, counts, best, total, limit, vocab_size, num_parts, num_blocks, PARTS=all_parts, BLOCKS=blocks, num_warps=4
     )  # fmt: skip
     gather_kernel[(num_rows, num_blocks)](
-        logits, *rules, peaks, best, limit, size, first, values, listed, *sizes, num_parts, capacity, PARTS=block // _PART, num_warps=8
+        logits, *rules, peaks, best, limit, sizes, values, listed, *shape, num_parts, REGION=_REGION, PARTS=parts, num_warps=1
     )  # fmt: skip
     filtered_draw_kernel[(num_rows,)](
-        logits, *rules, *keys, best, total, size, values, listed, tokens, *sizes, capacity, BLOCK=1024, DRAW_BLOCK=1024, num_warps=16
+        logits, *rules, *keys, best, total, sizes, values, listed, tokens, *shape, num_blocks,
+        REGION=_REGION, BLOCKS=blocks, SLOTS=max(1, _LANES // blocks), num_warps=16,
     )  # fmt: skip

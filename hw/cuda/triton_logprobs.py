@@ -33,7 +33,7 @@ def summarize_kernel(
     tl.store(above_ptr + place, tl.sum((logits > tl.load(row_ptr + tl.load(tokens_ptr + row))).to(tl.int32), 1), ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def logprobs_kernel(
     logits_ptr, tokens_ptr, peaks_ptr, sums_ptr, above_ptr, token_out_ptr, rank_ptr, top_ids_ptr, top_out_ptr, row_stride, vocab_size,
     num_parts, num_top, PARTS: tl.constexpr,

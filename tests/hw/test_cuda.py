@@ -107,6 +107,24 @@ def test_sampling_of_a_large_vocabulary(opened):
     check(opened.ops, "sample", "v3", Call((torch.randn(num, vocab) * 3, inputs)), opened.runtime.device)
 
 
+@pytest.mark.parametrize("region", [1024, 8])
+def test_filters_with_lists_that_fit_and_that_do_not(opened, monkeypatch: pytest.MonkeyPatch, region: int):
+    monkeypatch.setattr("hw.cuda.sampling._REGION", region)
+    top_k = torch.tensor([0, 0, 0, 5, 40, 252, 253, 5000, 0, 30])
+    top_p = torch.tensor([0.5, 0.95, 0.9999, 1.0, 0.9, 0.99, 1.0, 0.8, 1.0, 0.7])
+    min_p = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 0, 1e-3, 1e-2])
+    num = len(top_k)
+    keys = (torch.arange(num) * 31, torch.zeros(num, dtype=torch.int64), torch.arange(num))
+    inputs = SampleInputs(torch.rand(num) + 0.5, top_k, top_p, min_p, *keys, True, True)
+    check(opened.ops, "sample", "lists", Call((torch.randn(num, 129_280) * 3, inputs)), opened.runtime.device)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_logprobs_of_a_large_vocabulary(opened, num_top: int):
+    logits = torch.randn(5, 129_280) * 4
+    check(opened.ops, "logprobs", "v3", Call((logits, torch.randint(0, 129_280, (5,)), num_top)), opened.runtime.device)
+
+
 @pytest.mark.parametrize("shape", [(1, 128), (7, 7168), (1023, 1536)])
 def test_quantising_activations_is_the_reference_to_the_bit(opened, shape: tuple[int, int]):
     from hw.cuda.quantize import quantize
