@@ -33,7 +33,7 @@ class Unsupported(ValueError):
 class ExpertMode(StrEnum):
     """How tokens travel to experts."""
 
-    THROUGHPUT = "throughput"  # contiguous layout, exact counts known to the host
+    THROUGHPUT = "throughput"  # contiguous layout; a backend may bring the counts to the host
     LOW_LATENCY = "low_latency"  # fixed-size masked layout, no host knowledge, graph-safe
 
 
@@ -66,18 +66,20 @@ class Activation:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """M rows sorted by expert. Each expert's begin at a multiple of `align`, and so does the end; rows between hold anything.
+    """M rows sorted by expert. Each expert's begin at a multiple of `align`; rows between, and behind all of them, hold anything.
 
-    | expert 0 rows | - | expert 1 rows | - | ...    no gaps with align 1
+    | expert 0 rows | - | expert 1 rows | - | ... | - |    no gaps with align 1
     """
 
-    counts: list[int]  # rows of each expert
+    counts: list[int] | None  # rows of each expert; None: only the device knows
     align: int = 1
     experts: torch.Tensor | None = None  # [M] int32 on the device, each row's expert, -1 = none; there if align > 1
+    ends: torch.Tensor | None = None  # [E] int32 on the device, first row behind each expert's and their gap; there if counts is None
 
     @property
     def starts(self) -> list[int]:
-        """First row of each expert, and M."""
+        """First row of each expert, and the first row behind the last one's, where the host knows."""
+        assert self.counts is not None, "only the device knows the counts"
         return [0, *accumulate(-(-count // self.align) * self.align for count in self.counts)]
 
 

@@ -28,10 +28,12 @@ def naive_prefill(
     nope = q.shape[2] - key.shape[1]
     k, v = ops.expand_latent(latent, key, kv_up, nope)
     out, lse = ops.mla_prefill(q, k, v, meta.queries, meta.queries, scale, causal=True)
+    contexts = meta.seq_lens - meta.queries.starts.diff()  # lengths on the device, so that nothing is sent there
     for first, lens in context_pieces(meta.context_lens, workspace_tokens):
         entries = ops.latent_gather(cache, meta.page_table, first, lens)
         k, v = ops.expand_latent(entries[:, : latent.shape[1]], entries[:, latent.shape[1] :], kv_up, nope)
-        starts = torch.tensor([0, *lens], dtype=torch.int32, device=q.device).cumsum(0, dtype=torch.int32)
+        ends = (contexts - max(first)).clamp(0, max(lens)).cumsum(0, dtype=torch.int32)
+        starts = torch.nn.functional.pad(ends, (1, 0))
         piece_out, piece_lse = ops.mla_prefill(q, k, v, meta.queries, Segments(lens, starts), scale, causal=False)
         out, lse = ops.merge_attention(out, lse, piece_out, piece_lse)
     return out

@@ -11,6 +11,7 @@ from hw.cuda.early import early
 from hw.cuda.layout import quantized_rows
 from hw.cuda.rules import DECODE, FLASH_LATENT, FLASH_MLA
 from hw.cuda.triton_elementwise import latent_gather_kernel, latent_write_kernel
+from hw.cuda.upload import send
 from hw.quant import QuantTensor
 from hw.rules import Decode, choose
 
@@ -50,7 +51,7 @@ class AttentionOps:
         if not out.shape[0]:
             return out
         lengths = torch.tensor(lens)
-        places = torch.stack((torch.tensor(first), lengths, lengths.cumsum(0) - lengths)).to(cache.device)
+        places = send(torch.stack((torch.tensor(first), lengths, lengths.cumsum(0) - lengths)), cache.device)
         grid = (len(lens), triton.cdiv(max(lens), _GATHER_ROWS))
         latent_gather_kernel[grid](
             cache, page_table, places, out, len(lens), page_table.stride(0), page_size, dim,

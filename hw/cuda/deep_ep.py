@@ -101,7 +101,7 @@ class DeepEpComm:
     def _normal(self, buffer: Any, x: Rows, topk_phy, topk_weight, step: ExpertStep, num_local: int) -> Dispatched:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_phy, num_local * self._size)
         wire = (x.data, x.scale.contiguous()) if isinstance(x, QuantTensor) else x.contiguous()
-        rows, local_idx, weight, _, handle, _ = buffer.dispatch(
+        rows, local_idx, weight, counts, handle, _ = buffer.dispatch(
             wire,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
@@ -110,7 +110,7 @@ class DeepEpComm:
             topk_weights=topk_weight.contiguous(),
         )
         arrived = Activation(rows) if isinstance(rows, torch.Tensor) else Activation(None, QuantTensor(*rows, block=(1, 128)))
-        local = self._local.dispatch(arrived, local_idx, weight, step, num_local)
+        local = self._local.dispatch(arrived, local_idx, weight, step, num_local, counts)
         return Dispatched(step.mode, local.x, local.counts, local.layout, NormalHandle((buffer, handle), local, weight))
 
     def combine(

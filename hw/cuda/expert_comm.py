@@ -1,6 +1,6 @@
 """Expert dispatch on one GPU: nothing leaves, tokens are only sorted by expert and put back.
 
-throughput   x [M, D]         | expert 0 rows | - | expert 1 rows | - | ...   gaps if quantised; the host waits for the counts
+throughput   x [M, D]         | expert 0 rows | - | expert 1 rows | - | ... | - |   gaps if quantised; M holds whatever the counts are
 low latency  x [E, cap, D]    expert e: | real rows | unused up to cap |   cap = T, counts stay on the device, unused rows hold anything
 """
 
@@ -37,8 +37,15 @@ class LocalExpertComm:
         """Nothing is kept between steps."""
 
     def dispatch(
-        self, x: Activation, topk_phy: torch.Tensor, topk_weight: torch.Tensor, step: ExpertStep, num_local_experts: int
+        self,
+        x: Activation,
+        topk_phy: torch.Tensor,
+        topk_weight: torch.Tensor,
+        step: ExpertStep,
+        num_local_experts: int,
+        counts_host: list[int] | None = None,
     ) -> Dispatched:
+        """counts_host: rows of each expert, where the host happens to know them; then M is no larger than they need."""
         rows, topk_phy = x.smallest, topk_phy.contiguous()
         num_tokens, width = rows.shape
         device, quant = topk_phy.device, isinstance(rows, QuantTensor)
@@ -47,10 +54,14 @@ class LocalExpertComm:
         if step.mode is ExpertMode.THROUGHPUT:
             align = ALIGN_ROWS if quant else 1
             _place(topk_phy, home, counts, align=align)
-            layout = ExpertRows(counts.tolist(), align)
-            num_rows = layout.starts[-1]
+            # Waiting for the counts would cost more than rows that nobody needs.
+            layout = ExpertRows(counts_host, align)
+            num_rows = most_rows(topk_phy, num_local_experts, align) if counts_host is None else layout.starts[-1]
             if quant:
                 layout = replace(layout, experts=torch.full((num_rows,), -1, dtype=torch.int32, device=device))
+            if counts_host is None:
+                padded = counts if align == 1 else (counts + (align - 1)) // align * align
+                layout = replace(layout, ends=padded.cumsum(0, dtype=torch.int32))
             sorted_rows = quantized_rows(num_rows, width, device) if quant else rows.new_empty(num_rows, width)
             _scatter(rows, topk_phy, home, sorted_rows, experts=layout.experts)
             return Dispatched(step.mode, sorted_rows, counts, layout, LocalHandle(home))
@@ -68,6 +79,12 @@ class LocalExpertComm:
         self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
         return combine_rows(y, dispatched.handle.home, topk_weight, shared)
+
+
+def most_rows(topk_phy: torch.Tensor, num_local_experts: int, align: int) -> int:
+    """Rows that hold any choice of experts, each expert's rows at a multiple of `align`."""
+    num_rows = topk_phy.numel()
+    return (num_rows + min(num_rows, num_local_experts) * (align - 1)) // align * align
 
 
 def expected_rows(topk_phy: torch.Tensor, num_local_experts: int, if_none: int = 1) -> int:

@@ -239,17 +239,20 @@ def test_quantised_rows_reach_their_experts_as_they_are(opened, mode: ExpertMode
     put = lambda value: to_device(value, device)  # noqa: E731
     sent = comm.dispatch(Activation(put(x), put(quant)), put(topk), put(weights), ExpertStep(mode, num_tokens), num_experts)
     counts = sent.counts.tolist()
+    starts = ExpertRows(counts, 128).starts
     assert counts == topk.flatten().bincount(minlength=num_experts).tolist()
     data, scale = sent.x.data.view(torch.uint8), sent.x.scale
     for e, count in enumerate(counts):
-        first = sent.layout.starts[e] if sent.layout else 0
+        first = starts[e] if sent.layout else 0
         rows = slice(first, first + count)
         got = (data[rows], scale[rows]) if sent.layout else (data[e, rows], scale[e, rows])
         mine = (topk == e).any(-1)
         assert torch.equal(got[0].cpu(), quant.data.view(torch.uint8)[mine]) and torch.equal(got[1].cpu(), quant.scale[mine]), e
         if sent.layout:
             assert first % 128 == 0 and (sent.layout.experts[rows] == e).all()
-            assert (sent.layout.experts[first + count : sent.layout.starts[e + 1]] == -1).all()
+            assert (sent.layout.experts[first + count : starts[e + 1]] == -1).all()
+    if sent.layout:
+        assert sent.layout.ends.tolist() == starts[1:] and (sent.layout.experts[starts[-1] :] == -1).all()
     # Outputs as if each expert gave its rows back.
     y = torch.full(sent.x.shape, torch.nan, dtype=BF16, device=device)
     real = (sent.layout.experts >= 0) if sent.layout else torch.arange(y.shape[1], device=device) < sent.counts[:, None]

@@ -21,12 +21,13 @@ def shapes(**changes) -> ModelShapes:
 
 
 def test_products_that_are_compiled_at_the_row_counts_that_matter():
+    """Those at which DeepGEMM does them; who does the smallest ones is measured, and changes."""
     found = {tuple(json.loads(name)[:1] + json.loads(name)[2]): rows for name, rows in wanted(shapes()).items()}
-    assert found == {
-        ("linear", 192, 128): {16, 32, 64, 128, 192, 256},
-        ("masked", 4, 256, 128): {16, 32, 64, 128},
-        ("grouped", 4, 256, 128): {128 * i for i in range(1, 8)},  # 200 tokens twice, and up to 127 rows of gaps behind each expert
-    }
+    assert found.keys() == {("linear", 192, 128), ("masked", 4, 256, 128), ("grouped", 4, 256, 128)}
+    assert {128, 192, 256} <= found["linear", 192, 128] <= {16, 32, 64, 128, 192, 256}
+    assert {128} <= found["masked", 4, 256, 128] <= {16, 32, 64, 128}
+    # 200 tokens twice, and up to 127 rows of gaps behind each expert.
+    assert found["grouped", 4, 256, 128] == {128 * i for i in range(1, 8)}
     assert wanted(shapes(dtype=torch.float32)) == {}
 
 

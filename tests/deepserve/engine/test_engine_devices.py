@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from deepserve.config import SpeculativeConfig
 from deepserve.engine.engine import Engine, resolve
 from hw.cpu.ops import CpuOps
 from hw.quant import QuantTensor
@@ -108,6 +109,37 @@ def references(tiny_model):
         return made[kind]
 
     return get
+
+
+MTP_WAYS = {
+    "captured, asynchronous": {},
+    "asynchronous": {"graphs": False},
+    "captured": {"async_scheduling": False, "num_pages": 14, "max_model_len": 192},
+    "neither": {"graphs": False, "async_scheduling": False, "max_num_batched_tokens": 100},
+}
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 4])
+@pytest.mark.parametrize("way", MTP_WAYS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_mtp_changes_no_token(device: str, way: str, num_drafts: int):
+    """Greedy against the stored values, sampled against the CPU without drafts; acceptance is the shipped model's."""
+    speculative = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=False)
+    engine = make_engine(device=device, max_num_seqs=24, speculative_config=speculative, **MTP_WAYS[way])
+    cases = [case for case in golden_cases() if len(case["prompt_ids"]) < 150]
+    greedy = [Request(case["prompt_ids"], {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}) for case in cases]
+    for case, story in zip(cases, run_together(engine, greedy), strict=True):
+        clear = next((i for i, margin in enumerate(case["margin"][:24]) if margin < 1e-3), 24)
+        assert story.tokens[:clear] == case["output_ids"][:clear], case["name"]
+    load = engine.load()
+    assert load.num_accepted_by_position[0] > 0.7 * load.num_drafts
+    settings = [{"temperature": 0.8, "top_k": 20}, {"top_p": 0.8}, {"presence_penalty": 1.0, "repetition_penalty": 1.2}]
+    sampled = [
+        Request(case["prompt_ids"], {"max_tokens": 24, "ignore_eos": True, "seed": i, "n": 2, **settings[i % 3]})
+        for i, case in enumerate(cases[:9])
+    ]
+    expected = run_together(make_engine(), sampled)
+    assert [story.tokens for story in run_together(engine, sampled)] == [story.tokens for story in expected]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -214,14 +246,39 @@ def steady(settings: list[dict], **args) -> Driver:
     return driver
 
 
+@pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("device", DEVICES)
-def test_decode_steps_wait_for_nothing(device: str, settings: list[dict]):
-    driver = steady(settings, device=device, dtype="bfloat16")
+def test_decode_steps_wait_for_nothing(device: str, settings: list[dict], num_drafts: int):
+    speculative = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=False)
+    driver = steady(settings, device=device, dtype="bfloat16", speculative_config=speculative)
     with no_waiting(driver.engine.backend.runtime.device):
-        for _ in range(70):  # long enough for every sequence to take another page
+        while min(len(story.tokens) for story in driver.stories.values()) <= 70:  # long enough for each to take another page
             driver.step()
-    assert all(len(story.tokens) > 70 for story in driver.stories.values())
+    assert driver.engine.load().num_accepted_tokens > 0 or not num_drafts
+
+
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.long)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefill_steps_wait_for_nothing(device: str, fp8: bool, tmp_path: Path):
+    """Prompts in chunks, behind cached context in both forms of attention, and beside sequences that decode."""
+    widths = {"hidden_size": 512, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+              "q_lora_rank": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "torch_dtype": "bfloat16"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**MINIMAL, **widths, **({"quantization_config": FP8} if fp8 else {})}))
+    args = {"dtype": "bfloat16", "load_format": "dummy", "num_pages": 64, "max_num_batched_tokens": 200, "max_dispatch_tokens_per_rank": 16}
+    driver = Driver(make_engine(model=str(tmp_path), device=device, max_num_seqs=8, **args))
+
+    def ask(names: str) -> None:
+        for i, name in enumerate(names):
+            driver.submit(name, Request([3 + i] * (1 + 90 * i), {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}))
+
+    ask("abcd")
+    driver.finish()  # whatever compiles or allocates first
+    driver.engine.pages.forget_cached()
+    with no_waiting(driver.engine.backend.runtime.device):
+        ask("efgh")
+        driver.finish()
+    assert [len(story.tokens) for story in driver.stories.values()] == [6] * 8
 
 
 @pytest.mark.parametrize("device", DEVICES)
