@@ -1,6 +1,7 @@
 """Decode speed of DeepSeek-V3's geometry, through the whole engine: scheduler, captured steps, sampling, and votes if there are ranks.
 
     python bench/gpu/decode_slice.py [--dp 1] [--num-seqs 1 64 128 256] [--context 4096] [--steps 64] [--layers 61] [--breakdown] [--json F]
+    python bench/gpu/decode_slice.py --mtp 1 [--acceptance 0.8] ...
 
 All 61 layers with FP8 dummy weights, but 8 routed experts for each GPU, top 8: at batch b on each GPU an expert gets b tokens, on one GPU
 exactly and on several on average, the load per expert of a wide expert-parallel deployment in which each rank holds a few experts. What
@@ -8,6 +9,10 @@ the slice leaves out: dispatch and combine between machines, on one GPU between 
 
 The context is not computed: random latents are put into the pages and published as if prompts had been computed before, so each sequence
 starts from a prefix hit and the first step computes its last page only.
+
+With --mtp each step verifies that many drafts a sequence and makes as many. Dummy weights agree with nobody's drafts, so whether a draft
+stands is forced: a coin for each position, `--acceptance` of them heads. All that a step does is done: drafts are made, verified, taken
+back. Tokens per second count what is kept.
 
 Host gap: the time of a step in which the GPU does nothing and waits for the host. With the breakdown (`breakdown.py`), printed for each
 number of sequences: what each stage takes, and the sum of all ops alone, which is what a step without gaps and without anything between
@@ -29,9 +34,10 @@ from breakdown import breakdown
 from gpu_trace import trace
 from ranks import Stepper, run_ranks
 
-from deepserve.config import EngineArgs
+from deepserve.config import EngineArgs, SpeculativeConfig
 from deepserve.engine.engine import Engine, resolve
 from deepserve.engine.request import SamplingParams, validate
+from deepserve.engine.state import RowState
 from deepserve.messages import Submit
 from hw.groups import Groups
 from hw.topology import ParallelConfig
@@ -54,17 +60,31 @@ RECORDED_128 = {"mla_decode": 232, "linear 2112 x 7168": 18, "linear 24576 x 153
 
 
 def make_engine(folder: Path, groups: Groups, args: argparse.Namespace) -> Engine:
-    (folder / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": args.layers, "n_routed_experts": 8 * args.dp}))
-    most = max(args.num_seqs)
-    max_model_len = -(-(args.context + args.steps + 96) // 64) * 64
+    sizes = {"num_hidden_layers": args.layers, "n_routed_experts": 8 * args.dp, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps({**V3, **sizes}))
+    most, width = max(args.num_seqs), 1 + args.mtp
+    max_model_len = -(-(args.context + width * (args.steps + 48) + 96) // 64) * 64
     options = {
         "model": str(folder), "device": args.device, "load_format": "dummy", "max_model_len": max_model_len, "max_num_seqs": most,
-        "max_num_batched_tokens": max(2048, 64 * most), "max_dispatch_tokens_per_rank": most, "num_pages": most * max_model_len // 64,
-        "data_parallel_size": args.dp,
+        "max_num_batched_tokens": max(2048, 64 * most), "max_dispatch_tokens_per_rank": most * width,
+        "num_pages": most * max_model_len // 64,
+        "data_parallel_size": args.dp, "speculative_config": SpeculativeConfig(num_speculative_tokens=args.mtp, adaptive=False),
     }  # fmt: skip
     if args.device == "cpu":  # a rehearsal
         options |= {"graphs": True, "async_scheduling": True, "weight_format": "fp8", "dtype": "float32"}
     return Engine(resolve(EngineArgs(**options)), groups)
+
+
+def force_acceptance(share: float) -> None:
+    """From now on drafts stand by the toss of a coin, keyed by row and position, whatever was drawn."""
+
+    def accepted(self: RowState, rows: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        positions = self.lens[rows][:, None] + torch.arange(draws.shape[1] - 1, device=draws.device)
+        mixed = positions * 2654435761 + rows[:, None] * 2654435789
+        mixed = (mixed ^ (mixed >> 15)) * 2246822519
+        return (((mixed >> 13) & 1023) < share * 1024).long().cumprod(1).sum(1)
+
+    RowState.accepted = accepted
 
 
 def pretend_computed(engine: Engine, prompt: list[int]) -> None:
@@ -85,24 +105,28 @@ def measure(stepper: Stepper, num_seqs: int, args: argparse.Namespace) -> dict:
     for i in range(num_seqs):
         prompt = [rng.randrange(2, V3["vocab_size"]) for _ in range(args.context + 1)]
         pretend_computed(engine, prompt)
-        params = SamplingParams(temperature=0.0, max_tokens=args.steps + 48, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=(1 + args.mtp) * (args.steps + 48), ignore_eos=True)
         engine.submit(Submit(f"{num_seqs}-{i}", prompt, validate(prompt, params, engine.limits)))
     while len(engine.scheduler.running) < num_seqs or engine.scheduler.waiting:
         stepper.step()
     for _ in range(8):
         stepper.step()
-    times, host = [], []
+    times, host, before = [], [], engine.load()
     for _ in range(args.steps):
         started = time.perf_counter()
         stepper.step()
         times.append(time.perf_counter() - started)
         host.append(stepper.plan_s)
+    after = engine.load()
+    kept = (after.num_generated_tokens - before.num_generated_tokens) / (args.steps * num_seqs)
+    stood = (after.num_accepted_tokens - before.num_accepted_tokens) / max(1, after.num_draft_tokens - before.num_draft_tokens)
     inside = look_inside(stepper) if args.breakdown else {}
     engine.abort([f"{num_seqs}-{i}" for i in range(num_seqs)])
     engine.collect()
     engine.pages.forget_cached()
     step_s = statistics.median(times)
-    figures = {"num_seqs": num_seqs, "step_ms": step_s * 1e3, "plan_ms": statistics.median(host) * 1e3, "tokens_per_s": num_seqs / step_s}
+    figures = {"num_seqs": num_seqs, "step_ms": step_s * 1e3, "plan_ms": statistics.median(host) * 1e3}
+    figures |= {"tokens_per_step": kept, "tokens_per_s": num_seqs * kept / step_s, "forced_acceptance": stood if args.mtp else None}
     return figures | inside
 
 
@@ -130,6 +154,8 @@ def print_inside(rows: list[dict], num_layers: int) -> None:
 def run(groups: Groups, args: argparse.Namespace) -> None:
     """One rank; the first prints."""
     started, prints = time.perf_counter(), groups.rank == 0
+    if args.mtp:
+        force_acceptance(args.acceptance)
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(Path(folder), groups, args)
     for cache in engine.runner.caches:
@@ -140,17 +166,20 @@ def run(groups: Groups, args: argparse.Namespace) -> None:
     if prints:
         print(f"{card} x {args.dp}, torch {torch.__version__}, {args.layers} layers, context {args.context}, start {start_s:.1f} s")
         print(engine.memory.table())
-        print(f"left out: dispatch and combine between {'any ranks' if args.dp == 1 else 'machines'}, uneven routing, drafts")
+        print(f"left out: dispatch and combine between {'any ranks' if args.dp == 1 else 'machines'}, uneven routing")
+        if args.mtp:
+            print(f"{args.mtp} draft(s) a step, acceptance FORCED to {args.acceptance}: dummy weights agree with nobody's drafts")
         gpu = "" if args.dp == 1 else "/GPU"
         print(
-            f"{'sequences' + gpu:>14}{'step, ms':>12}{'plan, ms':>12}{'tokens/s' + gpu:>14}{'host gap, ms':>15}{'between ranks, ms':>19}"
+            f"{'sequences' + gpu:>14}{'step, ms':>12}{'plan, ms':>12}{'tokens/step':>13}{'tokens/s' + gpu:>14}{'host gap, ms':>15}"
+            f"{'between ranks, ms':>19}"
             f"{'ops alone, ms':>16}{'step / alone':>15}"
         )
     rows = []
     for num_seqs in args.num_seqs:
         rows.append(measure(stepper, num_seqs, args))
         row = rows[-1]
-        cells = f"{row['step_ms']:>12.2f}{row['plan_ms']:>12.2f}{row['tokens_per_s']:>14.0f}"
+        cells = f"{row['step_ms']:>12.2f}{row['plan_ms']:>12.2f}{row['tokens_per_step']:>13.2f}{row['tokens_per_s']:>14.0f}"
         if "alone_ms" in row:
             cells += f"{row['host_gap_ms']:>15.3f}{row['between_ranks_ms']:>19.2f}{row['alone_ms']:>16.2f}"
             cells += f"{row['step_ms'] / row['alone_ms']:>15.2f}"
@@ -159,7 +188,7 @@ def run(groups: Groups, args: argparse.Namespace) -> None:
     if prints:
         print_inside(rows, args.layers)
     if prints and args.json:
-        result = {"card": card, "dp": args.dp, "torch": torch.__version__, "start_s": start_s, "rows": rows}
+        result = {"card": card, "dp": args.dp, "mtp": args.mtp, "torch": torch.__version__, "start_s": start_s, "rows": rows}
         Path(args.json).write_text(json.dumps(result, indent=1))
 
 
@@ -170,6 +199,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--mtp", type=int, default=0, help="drafts a step")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="share of drafts that are made to stand")
     parser.add_argument("--device", default="cuda", help="cpu only rehearses, with few --layers")
     parser.add_argument("--breakdown", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--json")

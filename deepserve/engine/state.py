@@ -79,10 +79,14 @@ class RowState:
         """
         draws = tokens[: num_decode * query_len].view(num_decode, query_len)
         decoding, others = rows[:num_decode], rows[num_decode:]
-        accepted = accepted_lens(draws, self.ahead[decoding, 1:query_len])
+        accepted = self.accepted(decoding, draws)
         self.lens[decoding] += accepted + 1
         self.ahead[decoding, 0] = draws.gather(1, accepted[:, None])[:, 0]
         if len(others):
             self.lens[others] += 1
             self.ahead[others, 0] = tokens[num_decode * query_len :]
         return accepted
+
+    def accepted(self, rows: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        """How many drafts of each of `rows` `[n]` stand, given draws `[n, query_len]`: `[n]` int64."""
+        return accepted_lens(draws, self.ahead[rows, 1 : draws.shape[1]])
