@@ -66,6 +66,10 @@ NumSpeculative = Annotated[
 Graphs = Annotated[
     bool | None, _option("--graphs/--enforce-eager", help="Capture decode steps and replay them; default: by device.", panel=_ENGINE)
 ]
+CompileAhead = Annotated[
+    bool | None,
+    _option("--compile-ahead/--no-compile-ahead", help="Compile kernels before the first request; default: by device.", panel=_ENGINE),
+]
 KernelCache = Annotated[
     str | None, _option("--kernel-cache-dir", help="Where compiled kernels are kept; default: ~/.cache/deepserve/kernels.", panel=_ENGINE)
 ]
@@ -127,6 +131,7 @@ def serve(
     async_scheduling: Async = None,
     speculative_config: Speculative = None,
     num_speculative_tokens: NumSpeculative = None,
+    compile_ahead: CompileAhead = None,
     kernel_cache_dir: KernelCache = None,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
@@ -164,6 +169,7 @@ def generate(
     batch_invariant: Invariant = False,
     speculative_config: Speculative = None,
     num_speculative_tokens: NumSpeculative = None,
+    compile_ahead: CompileAhead = None,
     kernel_cache_dir: KernelCache = None,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,

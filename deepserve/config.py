@@ -58,6 +58,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     speculative_config: SpeculativeConfig | None = None
     num_speculative_tokens: int | None = None  # short for a speculative_config with this many; 0: none
     async_scheduling: bool | None = None  # plan a step while the one before it runs; None: where the device works on its own
+    compile_ahead: bool | None = None  # compile and try out kernels before the first request; None: where they are slow at first use
     kernel_cache_dir: str | None = None  # where kernels compiled for this model are kept between starts; None: the backend's choice
     num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
     step_timeout_s: float = 120.0  # a rank that is silent, or late to a collective, for this long is lost, and its instance ends

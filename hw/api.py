@@ -386,6 +386,7 @@ class Runtime(Protocol):
     device: torch.device
     captures: bool  # whether repeating captured work is cheaper than doing it again
     runs_ahead: bool  # whether ops return before they are done, so that the host can plan meanwhile
+    compiles: bool  # whether ops are slow at first use: compiled, or loaded onto the device
 
     def memory(self) -> MemoryInfo:
         """Memory of the device now."""

@@ -44,7 +44,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
         options = {
             "model": folder, "device": args.device, "load_format": "dummy", "max_model_len": max_model_len, "max_num_seqs": most,
             "max_num_batched_tokens": args.batch, "max_dispatch_tokens_per_rank": most, "num_pages": most * max_model_len // 64,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": False, "compile_ahead": args.device == "cuda",
         }  # fmt: skip
         if args.device == "cpu":  # a rehearsal
             options |= {"graphs": True, "async_scheduling": True, "dtype": "float32"}

@@ -11,6 +11,7 @@ from deepserve.config import EngineArgs, EngineConfig
 from deepserve.engine.lockstep import expert_step
 from deepserve.engine.memory import MemoryBudget, plan_memory
 from deepserve.engine.pages import Pages
+from deepserve.engine.rehearsal import rehearse
 from deepserve.engine.request import Limits, SequenceOutput
 from deepserve.engine.runner import Launched, Runner
 from deepserve.engine.scheduler import Scheduler, SchedulerConfig
@@ -20,6 +21,7 @@ from deepserve.model.checkpoint import Checkpoint, dummy_weights, known_names, l
 from deepserve.model.config import ModelConfig
 from deepserve.model.decoder import Decoder
 from deepserve.model.hub import resolve_model
+from deepserve.model.products import model_shapes
 from hw.api import Backend, ExpertStep
 from hw.groups import Groups, open_groups
 from hw.select import open_backend
@@ -54,6 +56,10 @@ class Engine:
             kernel_cache_dir=args.kernel_cache_dir,
         )
         started = time.perf_counter()
+        prepares = self.backend.runtime.compiles if args.compile_ahead is None else args.compile_ahead
+        if prepares:  # while the device is empty: compiling needs room there
+            unfilled = build_model(config, self.backend, self.groups.rank, torch.device("meta"))
+            self.backend.runtime.warm_up(model_shapes(config, unfilled), progress)
         model = load_model(config, self.backend, rank=self.groups.rank, progress=progress)
         model.reserve()  # before memory is planned
         weight_bytes = sum(weight.target.nbytes for weight in model.weights())
@@ -84,6 +90,9 @@ class Engine:
             num_captured=num_captured,
             max_dispatch_tokens=args.max_dispatch_tokens_per_rank,
         )
+        if prepares:
+            cap, most = args.max_dispatch_tokens_per_rank, args.max_num_batched_tokens
+            rehearse(model, self.backend, self.runner.caches, max_tokens=most, max_model_len=config.max_model_len, cap=cap)
         seconds = time.perf_counter() - started
         logger.info("loaded %s as %s in %.1f s\n%s", config.model_path, model.dtype, seconds, self.memory.table())
 
@@ -193,7 +202,7 @@ class Engine:
             num_pages=pages.num_pages,
             num_held_pages=pages.num_held,
             num_cached_pages=pages.num_cached,
-            **vars(scheduler.stats),
+            **{**vars(scheduler.stats), "num_accepted_by_position": list(scheduler.stats.num_accepted_by_position)},
         )
 
 

@@ -19,6 +19,7 @@ class CpuRuntime:
 
     captures = False
     runs_ahead = False
+    compiles = False
 
     def __init__(self):
         self.device = torch.device("cpu")

@@ -21,6 +21,7 @@ class CudaRuntime:
 
     captures = True
     runs_ahead = True
+    compiles = False
 
     def __init__(self, device: torch.device, kernel_cache: KernelCache, peers: Group | None = None):
         """peers: ranks whose work this one's waits for; a wait longer than their timeout raises PeerLost."""
