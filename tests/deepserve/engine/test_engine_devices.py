@@ -181,7 +181,7 @@ def compare_layers(device: str, folder: Path, config: dict, **args) -> tuple[int
     draw = random.Random(0)
     prompts = [[draw.randrange(2, 4096) for _ in range(length)] for length in (1, 20, 64, 65, 130)]
     requests = [
-        Request(prompt, {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0})
+        Request(prompt, {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0})
         for prompt in prompts
     ]
     args = {"model": str(folder), "dtype": "bfloat16", "load_format": "dummy", "num_pages": 20, "max_num_seqs": 8, "num_threads": 8, **args}
@@ -209,7 +209,7 @@ def compare_layers(device: str, folder: Path, config: dict, **args) -> tuple[int
 @pytest.mark.parametrize("device", DEVICES)
 def test_layers_of_v3_widths_in_bf16(device: str, tmp_path: Path):
     num_compared, mean, p99 = compare_layers(device, tmp_path, V3_WIDTHS)
-    assert num_compared >= 20 and mean < 0.02 and p99 < 0.1, (num_compared, mean, p99)
+    assert num_compared >= 16 and mean < 0.02 and p99 < 0.1, (num_compared, mean, p99)
 
 
 @pytest.mark.long
@@ -221,7 +221,7 @@ def test_layers_of_v3_widths_in_fp8(device: str, tmp_path: Path, monkeypatch: py
         CpuOps, "quantizes", lambda self, weight, dtype: isinstance(weight, QuantTensor) and dtype == torch.bfloat16, raising=True
     )
     num_compared, mean, p99 = compare_layers(device, tmp_path, {**V3_WIDTHS, "quantization_config": FP8}, weight_format="fp8")
-    assert num_compared >= 20 and mean < 0.05 and p99 < 0.3, (num_compared, mean, p99)
+    assert num_compared >= 16 and mean < 0.05 and p99 < 0.3, (num_compared, mean, p99)
 
 
 SETTINGS = {
