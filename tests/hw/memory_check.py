@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hw.api import Activation, ExpertMode, ExpertStep
+from hw.api import Activation, ExpertMode, ExpertStep, Segments
 from hw.quant import QuantTensor, quantize_weight_blocks
 from hw.select import open_backend
 from tests.hw.test_parity import FP32_ONLY, TABLE, to_device
@@ -57,11 +57,21 @@ def products(opened) -> Iterator[Callable[[], object]]:
         return to_device(quantize_weight_blocks(torch.randn(shape)), device)
 
     linear, grouped, counts = weight(2112, 7168), weight(3, 512, 1024), torch.tensor([1, 0, 2], dtype=torch.int32, device=device)
-    for num_rows in (1, 3, 40):
+    for num_rows in (1, 3, 12, 40):
         x = torch.randn(num_rows, 7168, device=device).bfloat16()
         yield lambda x=x: ops.linear(x, linear)
         masked = torch.randn(3, max(3, num_rows), 1024, device=device).bfloat16()
         yield lambda masked=masked: ops.silu_mul(ops.grouped_linear_masked(masked, grouped, counts), True, counts)
+    gate = torch.randn(256, 7168, device=device)
+    for num_rows in (1, 40):
+        yield lambda num_rows=num_rows: ops.gate_logits(torch.randn(num_rows, 7168, device=device).bfloat16(), gate)
+    query, key = (torch.randn(70, 2, 192, device=device).bfloat16() for _ in range(2))
+    value, segments = (
+        torch.randn(70, 2, 128, device=device).bfloat16(),
+        Segments([40, 30], torch.tensor([0, 40, 70], dtype=torch.int32, device=device)),
+    )
+    for causal in (True, False):
+        yield lambda causal=causal: ops.mla_prefill(query, key, value, segments, segments, 0.07, causal)
     q, positions = torch.randn(3, 128, 192, device=device).bfloat16(), torch.arange(3, device=device)
     table, up = torch.rand(9, 64, device=device), torch.randn(128, 256, 512, device=device).bfloat16()
     yield lambda: ops.absorb_query(q, positions, table, up[:, :128])
@@ -70,10 +80,14 @@ def products(opened) -> Iterator[Callable[[], object]]:
 
 
 def our_kernels() -> set[str]:
-    """Names of the kernels that hw/cuda launches."""
+    """Names of the kernels that hw/cuda launches on one GPU."""
     import hw.cuda
 
-    names = {f"hw.cuda.{module.name}" for module in pkgutil.iter_modules(hw.cuda.__path__) if module.name not in ("deep_ep", "warm_up")}
+    names = {
+        f"hw.cuda.{module.name}"
+        for module in pkgutil.iter_modules(hw.cuda.__path__)
+        if module.name not in ("deep_ep", "triton_ranks", "nccl", "backend")
+    }
     members = (member for name in sorted(names) for member in vars(import_module(name)).values())
     return {member.__name__ for member in members if hasattr(member, "arg_names") and member.__name__.endswith("_kernel")}
 
