@@ -4,6 +4,7 @@
 """
 
 import itertools
+import time
 
 import msgspec
 import zmq
@@ -11,7 +12,7 @@ import zmq
 from deepserve.config import EngineArgs
 from deepserve.engine.request import Limits, SequenceOutput
 from deepserve.messages import Abort, FromEngine, Goodbye, Heartbeat, Load, Outputs, Register, Submit, ToEngine
-from deepserve.spawn import LocalInstance
+from deepserve.spawn import BLAME_S, LocalInstance
 
 POLL_MS = 100  # between looks at the processes
 
@@ -120,7 +121,14 @@ class RankPool:
                     self.loads[self._registers[identity].dp_rank] = load
                     outputs += [output for output in found if self._note(output)]
                 case Goodbye(error) if error:
-                    raise RankLost(f"{self._instance.poll() or 'a rank ended'}: {error}")
+                    raise RankLost(f"{self._first_death()}: {error}")
+
+    def _first_death(self) -> str:
+        """Whose end it was, after a rank has said that it ends; the one to blame may take longer."""
+        deadline = time.monotonic() + BLAME_S
+        while (death := self._instance.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return str(death or "a rank ended")
 
     def _note(self, output: SequenceOutput) -> bool:
         """Whether anybody still waits for this output."""

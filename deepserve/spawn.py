@@ -16,8 +16,9 @@ from deepserve.config import EngineArgs
 SPIN_COUNT = 2000
 # Exit code of a rank that ended because another one did (deepserve.engine.loop); it is never to blame.
 EXIT_PEER_LOST = 4
-# Ranks that notice a death end within moments of each other; the one that died first is looked for this long.
-BLAME_S = 1.0
+# Ranks that notice a death end within moments of each other; the one that died first is looked for this long. What held a GPU takes a
+# second or more to be gone, even if it was killed.
+BLAME_S = 5.0
 
 
 @dataclass(frozen=True)
