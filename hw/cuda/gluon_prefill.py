@@ -29,26 +29,32 @@ _V: gl.constexpr = gl.constexpr(VALUE_DIM)
 
 
 @gluon.jit
-def _tile(i, q_starts_ptr, k_starts_ptr, num_heads, num_blocks, num_tiles, CAUSAL: gl.constexpr):
+def _tile(i, q_starts_ptr, k_starts_ptr, num_seqs, num_places, num_tiles, CAUSAL: gl.constexpr):
     """The i-th tile of this program: whether there is one, its head and block of queries, first query and key of the sequence, their
     numbers, how many tiles of keys all its queries see whole, and how many any sees (one, if none).
 
-    The longest tiles of a head come first. Programs go through them forwards and backwards in turn, which evens out their work.
+    Each head has places for the blocks of all sequences, one after the other: those of sequence s begin at `starts[s] // 128 + s`, which
+    leaves at most one place too many for each. The longest tiles of a sequence come first. From round to round a program moves on by seven
+    places, so that none meets long tiles, or empty places, each time.
     """
-    pid, programs = gl.program_id(0), gl.num_programs(0)
-    tile = i * programs + gl.where(i % 2 == 0, pid, programs - 1 - pid)
-    real = tile < num_tiles
-    seq = gl.where(real, tile // (num_blocks * num_heads), 0)
-    head = (tile // num_blocks) % num_heads
-    block = num_blocks - 1 - tile % num_blocks
+    programs = gl.num_programs(0)
+    tile = i * programs + (gl.program_id(0) + 7 * i) % programs
+    head = tile // num_places
+    place = num_places - 1 - tile % num_places
+    seq, after = gl.to_tensor(0), num_seqs
+    while after - seq > 1:
+        middle = (seq + after) // 2
+        here = gl.load(q_starts_ptr + middle) // _M + middle <= place
+        seq, after = gl.where(here, middle, seq), gl.where(here, after, middle)
     q_first, k_first = gl.load(q_starts_ptr + seq), gl.load(k_starts_ptr + seq)
     q_len, k_len = gl.load(q_starts_ptr + seq + 1) - q_first, gl.load(k_starts_ptr + seq + 1) - k_first
+    block = place - (q_first // _M + seq)
     whole, high = k_len, k_len
     if CAUSAL:
         whole = gl.minimum(k_len, gl.maximum(0, k_len - q_len + 1 + block * _M))
         high = gl.minimum(k_len, k_len - q_len + (block + 1) * _M)
     count = gl.maximum(1, (high + _N - 1) // _N)
-    return real & (block * _M < q_len), head, block, q_first, q_len, k_first, k_len, whole // _N, count
+    return (tile < num_tiles) & (block * _M < q_len), head, block, q_first, q_len, k_first, k_len, whole // _N, count
 
 
 @gluon.jit
@@ -60,14 +66,14 @@ def _next(stage, phase):
 @gluon.jit
 def _copy(
     q_a_desc, q_b_desc, k_a_desc, k_b_desc, v_desc, q_a, q_b, k_a, k_b, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    q_starts_ptr, k_starts_ptr, num_heads, num_blocks, num_tiles, rounds, CAUSAL: gl.constexpr,
+    q_starts_ptr, k_starts_ptr, num_heads, num_seqs, num_places, num_tiles, rounds, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     # The first wait for an empty place passes: a fresh barrier's phase before the first counts as over.
     q_phase = gl.to_tensor(1)
     k_stage, k_phase, v_stage, v_phase = gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
     for i in range(rounds):
         real, head, block, q_first, _, k_first, _, _, count = _tile(
-            i, q_starts_ptr, k_starts_ptr, num_heads, num_blocks, num_tiles, CAUSAL
+            i, q_starts_ptr, k_starts_ptr, num_seqs, num_places, num_tiles, CAUSAL
         )  # fmt: skip
         if real:
             mbarrier.wait(q_empty, q_phase)
@@ -155,7 +161,7 @@ def _step(
 @gluon.jit
 def _multiply(
     q_a, q_b, k_a, k_b, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, mine, other, out_ptr, lse_ptr, q_starts_ptr, k_starts_ptr,
-    num_heads, num_blocks, num_tiles, rounds, scale, HALF: gl.constexpr, CAUSAL: gl.constexpr,
+    num_heads, num_seqs, num_places, num_tiles, rounds, scale, HALF: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Half of each tile's queries. mine, other: whose turn at the matrix units it is."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _N, 16])
@@ -168,7 +174,7 @@ def _multiply(
     q_a, q_b = q_a.index(HALF), q_b.index(HALF)
     for i in range(rounds):
         real, head, block, q_first, q_len, _, k_len, whole, count = _tile(
-            i, q_starts_ptr, k_starts_ptr, num_heads, num_blocks, num_tiles, CAUSAL
+            i, q_starts_ptr, k_starts_ptr, num_seqs, num_places, num_tiles, CAUSAL
         )  # fmt: skip
         if real:
             rows = block * _M + HALF * _HALF + gl.arange(0, _HALF, rows_layout)
@@ -224,12 +230,12 @@ def _store(acc, top, total, out_ptr, lse_ptr, q_first, rows, q_len, head, num_he
     gl.store(out_ptr + place[:, None] + cols[None, :], acc.to(gl.bfloat16), (rows < q_len)[:, None] & (cols < _V)[None, :])
 
 
-@gluon.jit(do_not_specialize=["num_blocks", "num_tiles"])
+@gluon.jit(do_not_specialize=["num_seqs", "num_places", "num_tiles"])
 def hopper_prefill_kernel(
-    q_a_desc, q_b_desc, k_a_desc, k_b_desc, v_desc, out_ptr, lse_ptr, q_starts_ptr, k_starts_ptr, num_heads, num_blocks, num_tiles, scale,
-    CAUSAL: gl.constexpr,
+    q_a_desc, q_b_desc, k_a_desc, k_b_desc, v_desc, out_ptr, lse_ptr, q_starts_ptr, k_starts_ptr, num_heads, num_seqs, num_places,
+    num_tiles, scale, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs that run at once,), 4 warps. num_blocks: of queries in the longest sequence; num_tiles: sequences x heads x blocks.
+    """Grid (programs that run at once,), 4 warps. num_places: tokens // 128 + sequences; num_tiles: heads x num_places.
 
     Descriptors of q `[T, H * 192]` with boxes of 64 x 128 and 64 x 64, k likewise with 128 rows, v `[S, H * 128]` with 128 x 128.
     """
@@ -259,11 +265,11 @@ def hopper_prefill_kernel(
     gl.warp_specialize(
         [
             (_multiply, (q_a, q_b, k_a, k_b, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn_0, turn_1, out_ptr, lse_ptr,
-                         q_starts_ptr, k_starts_ptr, num_heads, num_blocks, num_tiles, rounds, scale, 0, CAUSAL)),
+                         q_starts_ptr, k_starts_ptr, num_heads, num_seqs, num_places, num_tiles, rounds, scale, 0, CAUSAL)),
             (_multiply, (q_a, q_b, k_a, k_b, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn_1, turn_0, out_ptr, lse_ptr,
-                         q_starts_ptr, k_starts_ptr, num_heads, num_blocks, num_tiles, rounds, scale, 1, CAUSAL)),
+                         q_starts_ptr, k_starts_ptr, num_heads, num_seqs, num_places, num_tiles, rounds, scale, 1, CAUSAL)),
             (_copy, (q_a_desc, q_b_desc, k_a_desc, k_b_desc, v_desc, q_a, q_b, k_a, k_b, v, q_full, q_empty, k_full, k_empty, v_full,
-                     v_empty, q_starts_ptr, k_starts_ptr, num_heads, num_blocks, num_tiles, rounds, CAUSAL)),
+                     v_empty, q_starts_ptr, k_starts_ptr, num_heads, num_seqs, num_places, num_tiles, rounds, CAUSAL)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

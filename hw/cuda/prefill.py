@@ -59,12 +59,13 @@ def _hopper(q, k, v, q_segments: Segments, k_segments: Segments, scale: float, c
         return SharedDescriptor.from_tensor(x.view(x.shape[0], -1), [rows, columns], _SWIZZLED)
 
     wide, rest = VALUE_DIM, KEY_DIM - VALUE_DIM
-    num_heads, num_blocks = q.shape[1], triton.cdiv(longest, BLOCK_M)
-    num_tiles = len(q_segments.lens) * num_heads * num_blocks
+    num_heads, num_seqs = q.shape[1], len(q_segments.lens)
+    num_places = q.shape[0] // BLOCK_M + num_seqs
+    num_tiles = num_heads * num_places
     num_programs = min(num_tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
     hopper_prefill_kernel[(num_programs,)](
         box(q, BLOCK_M // 2, wide), box(q, BLOCK_M // 2, rest), box(k, BLOCK_N, wide), box(k, BLOCK_N, rest), box(v, BLOCK_N, wide),
-        out, lse, q_segments.starts, k_segments.starts, num_heads, num_blocks, num_tiles, scale, CAUSAL=causal, num_warps=4,
+        out, lse, q_segments.starts, k_segments.starts, num_heads, num_seqs, num_places, num_tiles, scale, CAUSAL=causal, num_warps=4,
     )  # fmt: skip
 
 
