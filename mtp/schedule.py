@@ -2,13 +2,14 @@
 
 A step with k drafts yields 1 + p1 + p1 p2 + ... + p1..pk tokens of each sequence, where pj is how often draft j stood when those before it
 did. What it costs is measured: by k and by how many sequences ran, in powers of two, since drafts are nearly free for few sequences and as
-dear as any token for many. The best k may be 0. Now and then another k gets a turn, lest its figures grow old.
+dear as any token for many. The best k may be 0. Now and then another k gets a turn, lest its figures grow old; the rarer, the longer one
+k has been the best.
 """
 
 from dataclasses import dataclass, field
 
 MIN_SAMPLES = 3  # measured steps before a cost counts
-PROBE_EVERY = 64  # steps between turns of another k
+PROBE_EVERY, PROBE_SELDOM = 32, 256  # steps between turns of another k, at first and in the end
 PROBE_STEPS = 2  # of one turn: drafts of the first are verified in the second
 COST_WEIGHT = 0.1  # of a new measurement
 MAX_OUTLIER = 1.5  # times the known cost: a step that was held up tells little
@@ -23,8 +24,10 @@ class _Load:
 
     costs: list[float]  # seconds by number of drafts; meaningless without samples
     num_samples: list[int]
+    best: int = 0
+    wait: int = PROBE_EVERY  # steps before the next turn
+    interval: int = PROBE_EVERY
     num_turns: int = 0
-    probed: int = 0
 
 
 @dataclass
@@ -82,15 +85,20 @@ class DraftSchedule:
             if load.num_samples[num_drafts] < MIN_SAMPLES:
                 return num_drafts
         best = max(range(self.max_drafts + 1), key=lambda k: self.tokens_per_step(k) / load.costs[k])
-        load.num_turns += 1
-        turn = load.num_turns % PROBE_EVERY
-        if turn >= PROBE_STEPS:
+        if best != load.best:
+            load.best, load.interval = best, PROBE_EVERY
+            load.wait = min(load.wait, PROBE_EVERY)
+        load.wait -= 1
+        if load.wait >= 0:
             return best
-        if turn == 0:
-            # One more or one fewer in turn: the neighbours of the best.
-            others = [k for k in (best + 1, best - 1) if 0 <= k <= self.max_drafts]
-            load.probed = others[load.num_turns // PROBE_EVERY % len(others)]
-        return load.probed if load.num_turns >= PROBE_EVERY else best
+        # One more or one fewer in turn: the neighbours of the best.
+        others = [k for k in (best + 1, best - 1) if 0 <= k <= self.max_drafts]
+        probed = others[load.num_turns % len(others)]
+        if load.wait <= -PROBE_STEPS:
+            load.num_turns += 1
+            load.interval = min(2 * load.interval, PROBE_SELDOM)
+            load.wait = load.interval
+        return probed
 
     def _load(self, num_seqs: int) -> _Load:
         size = num_seqs.bit_length()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mtp.schedule import MIN_SAMPLES, PROBE_EVERY, DraftSchedule
+from mtp.schedule import PROBE_SELDOM, DraftSchedule
 
 
 def simulate(schedule: DraftSchedule, num_seqs: int, num_steps: int, acceptance: list[float], costs: list[float], seed=0) -> list[int]:
@@ -80,10 +80,13 @@ def test_fixed_means_fixed():
     assert schedule.acceptance()[0] < 0.05, "measured all the same"
 
 
-def test_turns_of_others_are_few():
+def test_turns_of_others_are_few_and_never_end():
     schedule = DraftSchedule(1)
-    chosen = simulate(schedule, 1, 20 * PROBE_EVERY, [0.0], [1.0, 1.5])
-    assert chosen.count(1) < 2 * MIN_SAMPLES + 20 * 3
+    simulate(schedule, 1, 2000, [0.0], [1.0, 1.5])
+    chosen = simulate(schedule, 1, 10 * PROBE_SELDOM, [0.0], [1.0, 1.5])
+    assert 2 * 9 <= chosen.count(1) <= 2 * 11
+    last = max(i for i, k in enumerate(chosen) if k)
+    assert chosen[last - 1 : last + 1] == [1, 1], "a draft is made in one step and verified in the next"
 
 
 def test_one_slow_step_changes_nothing():
