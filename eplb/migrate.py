@@ -18,7 +18,7 @@ import torch
 
 from eplb.pack import Layout
 from eplb.plan import Moves, move_batches
-from hw.groups import Group
+from hw.moves import Exchange
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,17 @@ class _Piece:
 class Migration:
     """One plan's moves on one rank."""
 
-    def __init__(self, weights: Mapping[int, Sequence[torch.Tensor]], moves: Moves, layout: Layout, group: Group, *, slice_bytes: int):
+    def __init__(
+        self, weights: Mapping[int, Sequence[torch.Tensor]], moves: Moves, layout: Layout, group: Exchange, *, buffer: torch.Tensor,
+        slice_bytes: int,
+    ):  # fmt: skip
         """weights: for each layer that has moves, this rank's `[slots_per_rank, ...]` tensors, contiguous, data and scales alike.
 
-        group: all ranks of the layout. Takes room for as many experts as a rank has slots in one layer, or fewer.
+        group: all ranks of the layout. buffer: uint8, on the device of the weights, as large as those of one layer.
         """
         assert group.size == layout.num_ranks, f"group of {group.size} ranks, layout of {layout.num_ranks}"
         assert slice_bytes >= 1, slice_bytes
-        self._group, self._slice_bytes = group, slice_bytes
+        self._group, self._slice_bytes, self._buffer = group, slice_bytes, buffer
         # [slots_per_rank, bytes] views
         self._weights = {
             layer: [tensor.view(layout.slots_per_rank, -1).view(torch.uint8) for tensor in tensors] for layer, tensors in weights.items()
@@ -78,10 +81,12 @@ class Migration:
 
     def _begin(self, moves: list[_Move]) -> None:
         self._rounds = _schedule(moves, {layer: self._expert_bytes(layer) for layer in self._weights}, self._slice_bytes)
+        filled = 0
         for move in moves:
             if move.target_rank == self._group.rank:
-                num_bytes, device = self._expert_bytes(move.layer), self._weights[move.layer][0].device
-                self._arrived[move] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                num_bytes = self._expert_bytes(move.layer)
+                self._arrived[move] = self._buffer[filled : filled + num_bytes]
+                filled += num_bytes
                 if move.source_rank == self._group.rank:
                     self._arrived[move].copy_(self._read(_Piece(move, 0, num_bytes)))
 
@@ -98,8 +103,7 @@ class Migration:
 
     def _exchange(self, pieces: list[_Piece]) -> None:
         send, receive = [0] * self._group.size, [0] * self._group.size
-        device = next(iter(self._weights.values()))[0].device
-        sent, target = torch.empty(0, dtype=torch.uint8, device=device), None
+        sent, target = self._buffer[:0], None
         for piece in pieces:
             if piece.move.source_rank == self._group.rank:
                 sent = self._read(piece)

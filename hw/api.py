@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 import torch
 
+from hw.moves import ExpertMoves
 from hw.quant import QuantTensor
 from hw.rules import ModelShapes
 
@@ -440,4 +441,5 @@ class Backend:
     runtime: Runtime
     expert_comm: ExpertComm
     tp: Collectives
+    moves: ExpertMoves | None = None  # None: experts stay where they are loaded
     keeps_fp8: bool = False  # whether block-FP8 weights are worth keeping as they are; if not, they are dequantised on load

@@ -3,6 +3,7 @@
 import torch
 
 from hw.api import Dispatched, Ops
+from hw.quant import QuantTensor
 from hw.weights import Storage, Weight, expert, rows
 from moe.config import MoEConfig
 
@@ -29,6 +30,11 @@ class Experts:
                 Weight(name=f"{name}.down_proj.weight", shape=(hidden, inner), target=expert(self.down, local)),
             ]
         return found
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What the slots hold, `[slots, ...]` each: weights, and their scales if they are quantised."""
+        pairs = [(m.data, m.scale) if isinstance(m, QuantTensor) else (m,) for m in (self.gate_up, self.down)]
+        return [tensor for pair in pairs for tensor in pair]
 
     def forward(self, dispatched: Dispatched) -> torch.Tensor:
         """Expert outputs in the layout of `dispatched.x`."""

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from eplb.placement import Placement
-from hw.api import Activation, Backend, Dispatched, ExpertStep
+from hw.api import Activation, Backend, Dispatched, ExpertMode, ExpertStep
 from hw.weights import Storage, Weight
 from moe.config import MoEConfig
 from moe.experts import Experts
 from moe.gate import Gate
 from moe.mlp import MLP
-from moe.router import replicas_of
+from moe.router import replicas_of, update_replicas
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,14 @@ class MoELayer:
         self.config, self.comm, self.placement, self.dtype = config, backend.expert_comm, placement, storage.dtype
         self.runtime = backend.runtime
         self.gate = Gate(config, backend.ops, prefix=f"{prefix}.gate", device=storage.device)
-        self.replicas = replicas_of(placement, storage.device)
+        self.replicas = replicas_of(placement, storage.device, rank=rank)
         self.local = Experts(config, backend.ops, placement.held_by(rank), prefix=f"{prefix}.experts", storage=storage)
         self.shared: MLP | None = None
         if config.num_shared_experts:
             width = config.num_shared_experts * config.intermediate_size
             self.shared = MLP(config.hidden_size, width, backend.ops, prefix=f"{prefix}.shared_experts", storage=storage)
+        self.load: torch.Tensor | None = None  # see `prepare_moves`
+        self.rank = rank
         self.takes_quant = self.local.takes_quant or (self.shared is not None and self.shared.takes_quant)
 
     def weights(self) -> list[Weight]:
@@ -58,6 +60,24 @@ class MoELayer:
     def reserve(self) -> None:
         """Take the buffers that dispatch keeps; see `hw.api.ExpertComm`."""
         self.comm.reserve(self.config.hidden_size, self.placement.slots_per_rank, self.dtype)
+
+    def prepare_moves(self) -> None:
+        """From here on experts may move between ranks, and `load` `[2, num_logical]` int64 counts this rank's tokens by the experts they
+        choose: first those of throughput steps (prefill), then those of low-latency steps (decode). Before steps are captured.
+        """
+        spare = self.placement.num_physical - self.placement.num_logical
+        self.replicas = replicas_of(self.placement, self.gate.weight.device, rank=self.rank, width=spare + 1)
+        self.load = torch.zeros((2, self.placement.num_logical), dtype=torch.int64, device=self.gate.weight.device)
+        self._one = torch.ones(1, dtype=torch.int64, device=self.gate.weight.device)
+
+    def expert_tensors(self) -> list[torch.Tensor]:
+        """Weights of this rank's slots, `[slots_per_rank, ...]` each."""
+        return self.local.tensors()
+
+    def place(self, placement: Placement) -> None:
+        """Route by this placement, whose weights are in their slots. In place, so captured steps do too."""
+        self.placement, self.local.held = placement, placement.held_by(self.rank)
+        update_replicas(self.replicas, placement, rank=self.rank)
 
     def route(self, x: torch.Tensor) -> Routed:
         return Routed(*self.gate.forward(x, self.replicas))
@@ -77,5 +97,8 @@ class MoELayer:
         """x `[T, hidden]` normed, dense for the gate, and quantised too if `takes_quant` -> `[T, hidden]`."""
         shared = self.runtime.beside(lambda: None if self.shared is None else self.shared.forward(x.rows(self.shared.takes_quant)))
         routed = self.route(x.rows(quantized=False))
+        if self.load is not None:
+            chosen = routed.topk_idx.flatten()
+            self.load[int(step.mode is ExpertMode.LOW_LATENCY)].index_add_(0, chosen, self._one.expand(chosen.numel()))
         dispatched = self.dispatch(x, routed, step)
         return self.combine(self.experts(dispatched), routed, dispatched, shared())

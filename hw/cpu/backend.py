@@ -9,6 +9,7 @@ from hw.cpu.invariant import InvariantOps
 from hw.cpu.ops import CpuOps
 from hw.cpu.runtime import CpuRuntime
 from hw.groups import Groups
+from hw.moves import ExpertMoves
 
 
 def open_cpu(groups: Groups, *, batch_invariant: bool, max_dispatch_tokens_per_rank: int, num_threads: int | None) -> Backend:
@@ -20,4 +21,6 @@ def open_cpu(groups: Groups, *, batch_invariant: bool, max_dispatch_tokens_per_r
         comm: ExpertComm = LocalExpertComm(max_dispatch_tokens_per_rank)
     else:
         comm = GlooExpertComm(groups.ep, max_dispatch_tokens_per_rank)
-    return Backend(name="cpu", ops=ops, runtime=CpuRuntime(), expert_comm=comm, tp=groups.tp)
+    # Of a few cores and gloo on one machine, roughly.
+    moves = ExpertMoves(groups.ep, node_bytes_per_s=1e9, network_bytes_per_s=1e9, expert_flops_per_s=20e9)
+    return Backend(name="cpu", ops=ops, runtime=CpuRuntime(), expert_comm=comm, tp=groups.tp, moves=moves)

@@ -17,6 +17,7 @@ from hw.cuda.ops import CudaOps
 from hw.cuda.rules import FACTS
 from hw.cuda.runtime import CudaRuntime
 from hw.groups import Groups
+from hw.moves import ExpertMoves
 
 
 def open_cuda(
@@ -51,7 +52,7 @@ def open_cuda(
     versions = (torch.__version__, torch.version.cuda, triton.__version__, deep_gemm.__version__)
     kernel_cache = KernelCache(kernel_cache_dir, (card.name, card.multi_processor_count, *versions))
     kernel_cache.use()
-    comm, tp = _over_ranks(groups, max_dispatch_tokens_per_rank)
+    comm, tp, moves = _over_ranks(groups, max_dispatch_tokens_per_rank)
     return Backend(
         name="cuda",
         ops=CudaOps(flash_mla=flash_mla, deep_gemm=deep_gemm),
@@ -60,6 +61,7 @@ def open_cuda(
         ),
         expert_comm=comm,
         tp=tp,
+        moves=moves,
         keeps_fp8=FACTS.keeps_fp8,
     )
 
@@ -82,14 +84,16 @@ def _take_gpu(groups: Groups) -> None:
     torch.cuda.set_device(rank)
 
 
-def _over_ranks(groups: Groups, max_dispatch_tokens_per_rank: int) -> tuple[ExpertComm, Collectives]:
-    """How this rank reaches experts, and the other ranks of its TP group."""
+def _over_ranks(groups: Groups, max_dispatch_tokens_per_rank: int) -> tuple[ExpertComm, Collectives, ExpertMoves | None]:
+    """How this rank reaches experts, the other ranks of its TP group, and how experts move."""
     if groups.world.size == 1:
-        return LocalExpertComm(max_dispatch_tokens_per_rank), groups.tp
+        return LocalExpertComm(max_dispatch_tokens_per_rank), groups.tp, None
     everyone = NcclGroup("ep", groups.ep.ranks, groups.rank, groups.rendezvous)
     same = groups.tp.ranks == groups.ep.ranks
     tp = everyone if same else NcclGroup(groups.tp.name, groups.tp.ranks, groups.rank, groups.rendezvous)
-    return DeepEpComm(_deep_ep(), groups.ep, everyone, max_dispatch_tokens_per_rank), tp
+    # NVLink and one 400 Gb/s card a rank, by their data sheets and less a third; products as measured in bench/results.
+    moves = ExpertMoves(everyone, node_bytes_per_s=300e9, network_bytes_per_s=35e9, expert_flops_per_s=1100e12)
+    return DeepEpComm(_deep_ep(), groups.ep, everyone, max_dispatch_tokens_per_rank), tp, moves
 
 
 def _deep_ep() -> ModuleType:

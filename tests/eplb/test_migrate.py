@@ -36,6 +36,10 @@ def world(rendezvous: Rendezvous, rank: int, size: int) -> Group:
     return Group("world", list(range(size)), rank, rendezvous)
 
 
+def buffer(layout: Layout) -> torch.Tensor:
+    return torch.empty(layout.slots_per_rank * 600, dtype=torch.uint8)
+
+
 class Counted:
     """A group that keeps how much a rank sent and received at a time."""
 
@@ -55,7 +59,10 @@ def migrate(
     mine = slice(rank * layout.slots_per_rank, (rank + 1) * layout.slots_per_rank)
     weights = {layer: held(layer, current[layer, mine].tolist()) for layer in range(LAYERS)}
     addresses = {layer: [tensor.data_ptr() for tensor in tensors] for layer, tensors in weights.items()}
-    migration, order = Migration(weights, find_moves(current, wanted, layout), layout, group, slice_bytes=slice_bytes), []
+    migration, order = (
+        Migration(weights, find_moves(current, wanted, layout), layout, group, buffer=buffer(layout), slice_bytes=slice_bytes),
+        [],
+    )
     while not migration.done:
         order += [batch] if (batch := migration.advance()) else []
         for one in range(LAYERS):
@@ -108,7 +115,9 @@ def test_layers_that_fit_the_buffer_move_together(ranks: Ranks):
 def test_no_moves():
     layout = Layout(4, 1, 4)
     current = np.arange(4)[None]
-    migration = Migration({}, find_moves(current, current, layout), layout, Group("alone", [0], 0, None), slice_bytes=1)
+    migration = Migration(
+        {}, find_moves(current, current, layout), layout, Group("alone", [0], 0, None), buffer=buffer(layout), slice_bytes=1
+    )
     assert migration.done
 
 
@@ -116,7 +125,9 @@ def test_one_rank_alone():
     layout = Layout(3, 1, 4)
     current, wanted = np.array([[0, 1, 2, 2]]), np.array([[1, 0, 2, 1]])
     weights = {0: held(0, current[0].tolist())}
-    migration = Migration(weights, find_moves(current, wanted, layout), layout, Group("alone", [0], 0, None), slice_bytes=10)
+    migration = Migration(
+        weights, find_moves(current, wanted, layout), layout, Group("alone", [0], 0, None), buffer=buffer(layout), slice_bytes=10
+    )
     assert migration.advance() == [0] and migration.done
     assert same(weights[0], held(0, wanted[0].tolist()))
 
@@ -126,7 +137,7 @@ def die_midway(rendezvous, rank: int, layout: Layout, current: np.ndarray, wante
     group = Group("doomed", list(range(layout.num_ranks)), rank, rendezvous)
     mine = slice(rank * layout.slots_per_rank, (rank + 1) * layout.slots_per_rank)
     weights = {layer: held(layer, current[layer, mine].tolist()) for layer in range(LAYERS)}
-    migration = Migration(weights, find_moves(current, wanted, layout), layout, group, slice_bytes=50)
+    migration = Migration(weights, find_moves(current, wanted, layout), layout, group, buffer=buffer(layout), slice_bytes=50)
     migration.advance()
     if rank == 1:
         os._exit(1)

@@ -215,6 +215,28 @@ def test_a_rank_holds_the_weights_of_its_slots():
         assert names == [f"mlp.experts.{e}.down_proj.weight" for e in held]
 
 
+def test_loads_are_counted_by_mode_and_moves_change_nothing():
+    weights = hub_weights(theirs(_V3))
+    placements = [initial_placement(_V3.num_experts, 1, 3)]
+    rotated = tuple((log + 5) % _V3.num_experts for log in placements[0].phy2log)
+    placements.append(Placement(_V3.num_experts, 1, rotated))
+    layer, moved = (ours(_V3, weights, placement=placement) for placement in placements)
+    assert layer.load is None
+    layer.prepare_moves()
+    chosen = {mode: torch.zeros(_V3.num_experts, dtype=torch.int64) for mode in ExpertMode}
+    x = torch.randn(40, _V3.hidden_size)
+    for mode, rows in ((ExpertMode.THROUGHPUT, 40), (ExpertMode.LOW_LATENCY, 3), (ExpertMode.LOW_LATENCY, 7), (ExpertMode.THROUGHPUT, 0)):
+        before = layer.forward(Activation(x[:rows]), step(mode))
+        chosen[mode] += torch.bincount(layer.route(x[:rows]).topk_idx.flatten(), minlength=_V3.num_experts)
+        for tensor, other in zip(layer.expert_tensors(), moved.expert_tensors(), strict=True):
+            tensor.copy_(other)
+        layer.place(placements[1])
+        assert layer.local.held == rotated and layer.placement == placements[1]
+        assert_close(layer.forward(Activation(x[:rows]), step(mode)), before, (1e-5, 1e-6), "layer")
+        chosen[mode] += torch.bincount(layer.route(x[:rows]).topk_idx.flatten(), minlength=_V3.num_experts)
+    assert torch.equal(layer.load, torch.stack([chosen[ExpertMode.THROUGHPUT], chosen[ExpertMode.LOW_LATENCY]]))
+
+
 def test_routed_scaling_does_not_touch_the_shared_expert():
     weights, x = hub_weights(theirs(_V3)), torch.randn(5, _V3.hidden_size)
     once = ours(dataclasses.replace(_V3, routed_scaling_factor=1.0), weights).forward(Activation(x), step(ExpertMode.THROUGHPUT))

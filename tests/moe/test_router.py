@@ -3,7 +3,7 @@
 import torch
 
 from eplb.placement import Placement, initial_placement
-from moe.router import replicas_of
+from moe.router import replicas_of, update_replicas
 
 CPU = torch.device("cpu")
 
@@ -22,6 +22,26 @@ def test_tokens_take_replicas_in_turn():
     replicas = replicas_of(Placement(3, 2, (0, 1, 2, 0, 0, 1)), CPU)
     assert replicas.physical(torch.tensor([[0], [0], [0], [0]]))[:, 0].tolist() == [0, 3, 4, 0]
     assert replicas.physical(torch.tensor([[1], [1], [1], [2]]))[:, 0].tolist() == [1, 5, 1, 2]
+
+
+def test_ranks_begin_with_different_replicas():
+    placement = Placement(3, 2, (0, 1, 2, 0, 0, 1))
+    first = [replicas_of(placement, CPU, rank=rank).physical(torch.tensor([[0, 1, 2]]))[0].tolist() for rank in range(6)]
+    assert first == [[0, 1, 2], [3, 5, 2], [4, 1, 2], [0, 5, 2], [3, 1, 2], [4, 5, 2]]
+    second = replicas_of(placement, CPU, rank=2).physical(torch.tensor([[0], [0], [0], [0]]))[:, 0]
+    assert second.tolist() == [4, 0, 3, 4]
+
+
+def test_an_update_is_as_good_as_new_and_keeps_its_storage():
+    for rank in (0, 3):
+        replicas = replicas_of(initial_placement(5, 3, 4), CPU, rank=rank, width=5)
+        slots, counts = replicas.slots, replicas.counts
+        for phy2log in ((0, 1, 2, 3, 4, 4, 4, 4, 4), (4, 3, 2, 1, 0, 0, 1, 2, 3)):
+            update_replicas(replicas, Placement(5, 3, phy2log), rank=rank)
+            topk = random_topk(50, 3, 5)
+            fresh = replicas_of(Placement(5, 3, phy2log), CPU, rank=rank)
+            assert torch.equal(replicas.physical(topk), fresh.physical(topk))
+        assert replicas.slots is slots and replicas.counts is counts
 
 
 def test_every_choice_is_a_replica_and_all_are_used_evenly():
