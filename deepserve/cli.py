@@ -11,6 +11,7 @@ import typer
 
 from deepserve import __version__
 from deepserve.config import EngineArgs, SpeculativeConfig
+from eplb.config import EPLBConfig
 
 app = typer.Typer(
     name="deepserve",
@@ -43,12 +44,23 @@ MaxModelLen = Annotated[
 Device = Annotated[str, _option("--device", help="Backend: cpu or cuda.", panel=_ENGINE)]
 Tp = Annotated[int, _option("--tensor-parallel-size", "--tp", "-tp", help="Ranks that share each attention layer.", panel=_ENGINE)]
 Dp = Annotated[int, _option("--data-parallel-size", "--dp", "-dp", help="Replicas of attention; experts spread over all.", panel=_ENGINE)]
-Redundant = Annotated[int, _option("--num-redundant-experts", help="Expert replicas beyond one copy of each.", panel=_ENGINE)]
+Redundant = Annotated[
+    int, _option("--num-redundant-experts", help="Expert replicas beyond one copy of each, over all ranks.", panel=_ENGINE)
+]
 Invariant = Annotated[
     bool, _option("--batch-invariant", help="Results bitwise independent of what else is in the batch; slower.", panel=_ENGINE)
 ]
 Async = Annotated[
     bool | None, _option("--async-scheduling/--no-async-scheduling", help="Plan a step while one runs; default: by device.", panel=_ENGINE)
+]
+Eplb = Annotated[
+    str | None,
+    _option(
+        "--eplb-config",
+        help='JSON: {"step_interval": 3000, "window_size": 1000}. Every so many steps hot experts may get replicas on other ranks, if '
+        "that pays; 0 (default): experts stay. load_profile, dump_profile: files of loads to start from, and to write.",
+        panel=_ENGINE,
+    ),
 ]
 Speculative = Annotated[
     str | None,
@@ -92,11 +104,12 @@ Utilization = Annotated[
 
 def _engine_args(values: dict[str, Any]) -> EngineArgs:
     found = {name: values[name] for name in EngineArgs.__struct_fields__ if name in values}
-    if text := found.get("speculative_config"):
-        try:
-            found["speculative_config"] = msgspec.json.decode(text, type=SpeculativeConfig)
-        except msgspec.DecodeError as error:
-            _fail(f"--speculative-config {text!r}: {error}")
+    for name, kind in (("speculative_config", SpeculativeConfig), ("eplb_config", EPLBConfig)):
+        if text := found.get(name):
+            try:
+                found[name] = msgspec.json.decode(text, type=kind)
+            except msgspec.DecodeError as error:
+                _fail(f"--{name.replace('_', '-')} {text!r}: {error}")
     return EngineArgs(**found)
 
 
@@ -126,6 +139,7 @@ def serve(
     tensor_parallel_size: Tp = 1,
     data_parallel_size: Dp = 1,
     num_redundant_experts: Redundant = 0,
+    eplb_config: Eplb = None,
     batch_invariant: Invariant = False,
     graphs: Graphs = None,
     async_scheduling: Async = None,

@@ -51,7 +51,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None = None
     memory_utilization: float = 0.9
     num_pages: int | None = None  # overrides the memory budget
-    num_redundant_experts: int = 0
+    num_redundant_experts: int = 0  # short for an eplb_config with this many
+    eplb_config: EPLBConfig | None = None
     max_dispatch_tokens_per_rank: int = 256  # cap of the low-latency expert dispatch: a full batch decodes in that mode
     batch_invariant: bool = False
     graphs: bool | None = None  # capture decode steps and replay them; None: where that is cheaper
@@ -124,7 +125,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             model_path=model_path,
             model=model,
             parallel=parallel,
-            eplb=EPLBConfig(args.num_redundant_experts),
+            eplb=_eplb(args),
             speculative=_speculative(args, model),
             max_model_len=max_model_len,
         )
@@ -132,6 +133,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def limits(self, num_pages: int) -> Limits:
         """What a request may ask for, given the pages a rank found room for."""
         return Limits(vocab_size=self.model.vocab_size, max_model_len=self.max_model_len, max_seq_tokens=num_pages * self.page_size)
+
+
+def _eplb(args: EngineArgs) -> EPLBConfig:
+    config, short = args.eplb_config or EPLBConfig(), args.num_redundant_experts
+    if short and config.num_redundant_experts not in (0, short):
+        raise ValueError(f"num_redundant_experts is {short}, but eplb_config says {config.num_redundant_experts}")
+    return msgspec.structs.replace(config, num_redundant_experts=short) if short else config
 
 
 def _speculative(args: EngineArgs, model: ModelConfig) -> SpeculativeConfig | None:

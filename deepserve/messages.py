@@ -8,7 +8,7 @@ import msgspec
 
 from deepserve.engine.request import PositionLogprobs, SamplingParams, SequenceOutput
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
@@ -53,6 +53,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_by_position: list[int] = []
+    num_moved_experts: int = 0  # between ranks of the instance, by the balancer
 
 
 class Register(msgspec.Struct, tag="register", array_like=True, frozen=True):
@@ -87,6 +88,16 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     load: Load
 
 
+class ExpertBalance(msgspec.Struct, tag="expert_balance", array_like=True, frozen=True):
+    """Rank 0 tells, after each look at the loads, where experts are from then on, and what they got before."""
+
+    num_ranks: int
+    num_steps: int  # in which tokens were counted
+    layers: list[int]  # numbers of the MoE layers
+    tokens: dict[str, list[list[int]]]  # by phase: of each layer and logical expert
+    phy2log: list[list[int]]  # logical expert of each slot of each layer, slots numbered rank after rank
+
+
 class Leaving(msgspec.Struct, tag="leaving", array_like=True, frozen=True):
     """The engine takes no new requests, finishes what it has and then says `Goodbye`."""
 
@@ -98,12 +109,13 @@ class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
 
 
 ToEngine = Submit | Abort | Drain | Stop
-FromEngine = Register | Heartbeat | Outputs | Leaving | Goodbye
+FromEngine = Register | Heartbeat | Outputs | ExpertBalance | Leaving | Goodbye
 
 __all__ = [
     "PROTOCOL_VERSION",
     "Abort",
     "Drain",
+    "ExpertBalance",
     "FromEngine",
     "Goodbye",
     "Heartbeat",

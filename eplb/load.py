@@ -60,20 +60,19 @@ class LoadProfile:
 
     @classmethod
     def read(cls, path: Path, layers: tuple[int, ...], num_logical: int) -> "LoadProfile":
-        """Of a model with these MoE layers and experts. Raises ValueError if the file is not such a profile."""
+        """Of a model with these MoE layers, of which the profile may lack some. Raises ValueError if the file is not such a profile."""
         try:
             content = json.loads(path.read_text())
             version = content["version"]
             if version != PROFILE_VERSION:
                 raise ValueError(f"load profile {path} has version {version!r}, expected {PROFILE_VERSION}")
-            if tuple(content["layers"]) != layers:
-                raise ValueError(f"load profile {path} is of MoE layers {content['layers']}, the model has {list(layers)}")
+            found = tuple(content["layers"])
+            if not set(found) <= set(layers):
+                raise ValueError(f"load profile {path} is of MoE layers {list(found)}, the model has {list(layers)}")
             tokens = np.array([content["tokens"][phase] for phase in PHASES])
             num_steps = int(content["num_steps"])
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"cannot read the load profile {path}: {error!r}") from None
-        if tokens.shape != (len(PHASES), len(layers), num_logical) or tokens.dtype != np.int64 or (tokens < 0).any():
-            raise ValueError(
-                f"load profile {path} must count {num_logical} experts in each of {len(layers)} layers by whole numbers from 0"
-            )
-        return cls(layers, num_steps, tokens)
+        if tokens.shape != (len(PHASES), len(found), num_logical) or tokens.dtype != np.int64 or (tokens < 0).any():
+            raise ValueError(f"load profile {path} must count {num_logical} experts in each of {len(found)} layers by whole numbers from 0")
+        return cls(found, num_steps, tokens)

@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from deepserve.config import EngineArgs, EngineConfig
+from deepserve.engine.balance import initial_placements, open_balancer, prepare_moves
 from deepserve.engine.lockstep import expert_step
 from deepserve.engine.memory import MemoryBudget, plan_memory
 from deepserve.engine.pages import Pages
@@ -16,12 +17,13 @@ from deepserve.engine.request import Limits, SequenceOutput
 from deepserve.engine.runner import Launched, Runner
 from deepserve.engine.scheduler import Scheduler, SchedulerConfig
 from deepserve.engine.step import StepPlan
-from deepserve.messages import Load, Submit
+from deepserve.messages import ExpertBalance, Load, Submit
 from deepserve.model.checkpoint import Checkpoint, dummy_weights, known_names, load_weights
 from deepserve.model.config import ModelConfig
 from deepserve.model.decoder import Decoder
 from deepserve.model.hub import resolve_model
 from deepserve.model.products import model_shapes
+from eplb.load import PHASES
 from hw.api import Backend, ExpertStep
 from hw.groups import Groups, open_groups
 from hw.select import open_backend
@@ -62,6 +64,8 @@ class Engine:
             self.backend.runtime.warm_up(model_shapes(config, unfilled), progress)
         model = load_model(config, self.backend, rank=self.groups.rank, progress=progress)
         model.reserve()  # before memory is planned
+        rebalances = config.eplb.step_interval > 0 and bool(model.moe_layers())
+        buffer = prepare_moves(model, self.backend, self.groups) if rebalances else None
         weight_bytes = sum(weight.target.nbytes for weight in model.weights())
         budget = plan_memory(config, model.cache_spec(), self.backend.runtime, weight_bytes)
         # Ranks of one machine see the same free memory, and all ranks must agree on what fits.
@@ -93,6 +97,7 @@ class Engine:
         if prepares:
             cap, most = args.max_dispatch_tokens_per_rank, args.max_num_batched_tokens
             rehearse(model, self.backend, self.runner.caches, max_tokens=most, max_model_len=config.max_model_len, cap=cap)
+        self.balancer = None if buffer is None else open_balancer(config, model, self.backend, self.groups, buffer)
         seconds = time.perf_counter() - started
         logger.info("loaded %s as %s in %.1f s\n%s", config.model_path, model.dtype, seconds, self.memory.table())
 
@@ -160,6 +165,8 @@ class Engine:
 
         `has_tokens`: whether this rank's TP group has a plan. `num_drafts`: that all ranks make; None: the plan's.
         """
+        if self.balancer is not None:
+            self.balancer.turn()
         launched, launched_s = None, time.perf_counter()
         if has_tokens:
             launched = self.runner.launch(self._share(plan), step, num_drafts)
@@ -193,6 +200,14 @@ class Engine:
         shared = self.groups.tp.broadcast_bytes(data)
         return plan or msgspec.msgpack.decode(shared, type=StepPlan)
 
+    def take_balance(self) -> ExpertBalance | None:
+        """Where experts are, and their loads: on rank 0, once after each look at them."""
+        if self.balancer is None or self.balancer.report is None:
+            return None
+        (profile, phy2log), self.balancer.report = self.balancer.report, None
+        tokens = dict(zip(PHASES, profile.tokens.tolist(), strict=True))
+        return ExpertBalance(self.groups.world.size, profile.num_steps, list(profile.layers), tokens, phy2log.tolist())
+
     def load(self) -> Load:
         """What this rank carries now."""
         scheduler, pages = self.scheduler, self.pages
@@ -202,6 +217,7 @@ class Engine:
             num_pages=pages.num_pages,
             num_held_pages=pages.num_held,
             num_cached_pages=pages.num_cached,
+            num_moved_experts=0 if self.balancer is None else self.balancer.num_moved_experts,
             **{**vars(scheduler.stats), "num_accepted_by_position": list(scheduler.stats.num_accepted_by_position)},
         )
 
@@ -231,6 +247,7 @@ def build_model(config: EngineConfig, backend: Backend, rank: int, device: torch
         rank=rank,
         max_model_len=config.max_model_len,
         num_redundant_experts=config.eplb.num_redundant_experts,
+        placements=initial_placements(config),
         with_mtp=config.speculative is not None,
         keep_fp8=args.weight_format == "fp8" or (args.weight_format == "auto" and backend.keeps_fp8),
         device=device,

@@ -168,6 +168,9 @@ class EngineLoop:
         has_tokens = outcome.num_tokens[self._dp_rank] > 0
         outputs = self.engine.run(plan, outcome.step, has_tokens=has_tokens, num_drafts=outcome.num_drafts)
         self._send_outputs(outputs)
+        if (balance := self.engine.take_balance()) is not None:
+            for line in self._lines:
+                self._send(line.socket, balance)
         return True
 
     def _ballot(self, plan: StepPlan | None) -> Ballot:

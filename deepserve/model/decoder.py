@@ -1,5 +1,6 @@
 """The decoder: where mla and moe meet. One class serves DeepSeek-V2, V3 and their kin; the config says which parts exist."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ class Build:
     parallel: ParallelConfig
     rank: int
     num_redundant_experts: int
+    placements: Mapping[int, Placement]  # by layer; the others hold experts in order
     rope: torch.Tensor  # [max_model_len, rope_dim] fp32
 
 
@@ -51,7 +53,9 @@ class DecoderLayer:
         self.dense: MLP | None = None
         if config.is_moe_layer(layer_idx):
             assert config.moe is not None
-            placement = initial_placement(config.moe.num_experts, build.parallel.ep, build.num_redundant_experts)
+            placement = build.placements.get(layer_idx) or initial_placement(
+                config.moe.num_experts, build.parallel.ep, build.num_redundant_experts
+            )
             ep_rank = build.parallel.place(build.rank).ep
             self.moe = MoELayer(config.moe, build.backend, placement, ep_rank, prefix=f"{prefix}.mlp", storage=storage)
         else:
@@ -104,18 +108,19 @@ class Decoder:
 
     def __init__(
         self, config: ModelConfig, backend: Backend, dtype: torch.dtype, *, parallel: ParallelConfig, rank: int, max_model_len: int,
-        num_redundant_experts: int, with_mtp: bool = False, keep_fp8: bool = False, device: torch.device | None = None,
+        num_redundant_experts: int, placements: Mapping[int, Placement] | None = None, with_mtp: bool = False, keep_fp8: bool = False,
+        device: torch.device | None = None,
     ):  # fmt: skip
         """Allocates storage and fills none of it.
 
-        with_mtp: the first MTP module too. keep_fp8: matrices that the checkpoint holds in block-FP8 stay so. device: where, if not the
-        backend's own; "meta" for sizes only.
+        placements: of some layers' experts, by the layers' numbers; those of others are in order. with_mtp: the first MTP module too.
+        keep_fp8: matrices that the checkpoint holds in block-FP8 stay so. device: where, if not the backend's own; "meta" for sizes only.
         """
         device = device or backend.runtime.device
         rope = rope_table(config.mla, max_model_len, device)
         fp8 = config.quantization if keep_fp8 else None
         storage = Storage(dtype, device) if fp8 is None else Storage(dtype, device, (fp8.block_n, fp8.block_k), fp8.scale_format)
-        build = Build(config, backend, storage, parallel, rank, num_redundant_experts, rope)
+        build = Build(config, backend, storage, parallel, rank, num_redundant_experts, placements or {}, rope)
         self.config, self.ops, self.dtype, self.parallel, self.tp = config, backend.ops, dtype, parallel, backend.tp
         self.embedding = storage.dense(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(build, i) for i in range(config.num_layers)]
@@ -151,6 +156,13 @@ class Decoder:
     def placements(self) -> list[Placement | None]:
         """Expert placement of each layer, None for dense ones."""
         return [None if layer.moe is None else layer.moe.placement for layer in self.layers]
+
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """By their numbers in the model, the MTP module's last."""
+        blocks = dict(enumerate(self.layers))
+        if self.draft_head is not None:
+            blocks[self.config.mtp.first_layer_idx] = self.draft_head.block
+        return {idx: block.moe for idx, block in blocks.items() if block.moe is not None}
 
     def reserve(self) -> None:
         """Take the memory that steps keep besides weights and caches. Collective over the instance."""

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from deepserve import __version__
+from deepserve.server.balance import expert_balance
 from deepserve.server.chat import chat_prompt, chat_reply
 from deepserve.server.completions import completion_reply
 from deepserve.server.errors import ApiError, bad_request, model_not_found, no_engine, undecodable
@@ -79,6 +80,10 @@ def _add_operations(app: FastAPI, state: ServerState):
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(exposition(state), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+    @app.get("/eplb")
+    async def eplb() -> Response:
+        return _json(expert_balance(state.client.engines.values()))
 
     @app.get("/version")
     async def version() -> Response:

@@ -19,7 +19,7 @@ import zmq
 from deepserve import messages
 from deepserve.control import Doorman, notice_dead_links, secure_server
 from deepserve.engine.request import Limits, SamplingParams, SequenceOutput
-from deepserve.messages import Goodbye, Heartbeat, Leaving, Outputs, Register
+from deepserve.messages import ExpertBalance, Goodbye, Heartbeat, Leaving, Outputs, Register
 from deepserve.server.registry import Engine, other_version, refusal_of
 from deepserve.server.router import Router
 from deepserve.server.stats import EngineStats
@@ -260,6 +260,8 @@ class EngineClient:
                     request.receive(output, now_s)
         elif type(message) is Heartbeat:
             engine.load = message.load
+        elif type(message) is ExpertBalance:
+            engine.balance = message
         elif type(message) is Leaving:
             engine.leaving = True
             log.info("%s is leaving; %d requests are left there", engine.name, len(engine.requests))

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from deepserve.server.balance import layer_balance
 from deepserve.server.client import EngineClient
 from deepserve.server.state import ServerState
 
@@ -32,6 +33,7 @@ _LOAD_COUNTERS = (
     ("spec_decode_num_drafts", "Times that a sequence had drafted tokens verified.", lambda load: load.num_drafts),
     ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", lambda load: load.num_draft_tokens),
     ("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", lambda load: load.num_accepted_tokens),
+    ("eplb_moved_experts", "Experts that the balancer brought to another rank.", lambda load: load.num_moved_experts),
 )
 _STATS_COUNTERS = (
     ("prompt_tokens", "Prompt tokens of requests that were computed.", lambda stats: stats.num_prompt_tokens),
@@ -71,6 +73,15 @@ class EngineCollector(Collector):
         for engine in engines:
             for position, count in enumerate(engine.load.num_accepted_by_position):
                 family.add_metric((self._model, engine.label, str(position)), count)
+        yield family
+        family = GaugeMetricFamily(
+            "deepserve:expert_balancedness", "Tokens by rank, mean / maximum, at the last look.", labels=(*_LABELS, "layer", "phase")
+        )
+        for engine in engines:
+            if engine.balance is not None:
+                for phase, layers in layer_balance(engine.balance).items():
+                    for number, value in zip(engine.balance.layers, layers, strict=True):
+                        family.add_metric((self._model, engine.label, str(number), phase), value)
         yield family
         yield from self._from_stats()
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from deepserve.messages import PROTOCOL_VERSION, Load, Register
+from deepserve.messages import PROTOCOL_VERSION, ExpertBalance, Load, Register
 from deepserve.server.stats import EngineStats
 from deepserve.server.stream import EngineRequest
 
@@ -16,6 +16,7 @@ class Engine:
         self.label = label  # of the metrics
         self.stats = stats
         self.load = Load()
+        self.balance: ExpertBalance | None = None  # of its instance, where it is rank 0
         self.silent_s = 0.0
         self.leaving = False  # it finishes what it has
         self.requests: dict[str, EngineRequest] = {}

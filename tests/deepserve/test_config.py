@@ -8,6 +8,7 @@ import pytest
 
 from deepserve.config import EngineArgs, EngineConfig, SpeculativeConfig
 from deepserve.model.config import ModelConfig
+from eplb.config import EPLBConfig
 
 MODEL = ModelConfig.from_folder(Path(__file__).parents[2] / "deepserve" / "models" / "deepserve-tiny")
 
@@ -44,7 +45,18 @@ def test_drafts_need_an_mtp_module():
         EngineConfig.resolve(EngineArgs(num_speculative_tokens=1), "here", bare)
 
 
+def test_redundant_experts_in_two_places():
+    in_order = EPLBConfig(num_redundant_experts=4, window_size=7)
+    assert resolve(num_redundant_experts=4).eplb == EPLBConfig(num_redundant_experts=4)
+    assert resolve(eplb_config=in_order).eplb == resolve(eplb_config=in_order, num_redundant_experts=4).eplb == in_order
+    assert resolve(eplb_config=EPLBConfig(window_size=7), num_redundant_experts=4).eplb == in_order
+
+
 REFUSED = {
+    "redundant experts twice": (
+        {"eplb_config": EPLBConfig(num_redundant_experts=4), "num_redundant_experts": 3},
+        "num_redundant_experts is 3, but eplb_config says 4",
+    ),
     "dtype": ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, got 'float16'"),
     "load_format": ({"load_format": "gguf"}, "load_format must be one of auto, dummy, got 'gguf'"),
     "no sequences": ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),

@@ -15,7 +15,7 @@ from deepserve.pool import RankLost
 from hw.testing import available_backends, num_devices
 from tests.deepserve.same_tokens.find_prompts import DATA
 from tests.deepserve.serving import WAIT_S
-from tests.deepserve.test_many_ranks import CASES, MIN_MARGIN, TOLERANCE, generate, logprobs
+from tests.deepserve.test_many_ranks import CASES, MIN_MARGIN, MOVING, TOLERANCE, generate, logprobs
 
 DEVICES = [name for name in available_backends() if name != "cpu" and num_devices(name) >= 2]
 pytestmark = pytest.mark.skipif(not DEVICES, reason="needs two accelerators")
@@ -32,6 +32,8 @@ LAYOUTS = {
     "tp2": {**TP2, "max_num_batched_tokens": 64},
     "tp2, plain": {**TP2, **PLAIN},
     "dp2, drafts": {**DP2, **MTP},
+    "dp2, experts move": {**DP2, **MTP, **MOVING},
+    "tp2, experts move": {**TP2, **PLAIN, **MOVING},
     "tp2, drafts": {**TP2, **MTP, "async_scheduling": False},
 }
 
@@ -51,6 +53,8 @@ def test_greedy_tokens_are_the_references(device: str, layout: str):
                 if wanted is not None:
                     (found,) = logprobs(output)
                     assert found[:clear] == pytest.approx(case["logprobs"][:clear], abs=TOLERANCE), case["name"]
+        if "move" in layout:
+            assert any(load.num_moved_experts > 0 for load in llm.engine.loads.values())
 
 
 @pytest.mark.parametrize("device", DEVICES)

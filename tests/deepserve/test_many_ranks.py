@@ -27,14 +27,20 @@ TOLERANCE = 1e-3  # of a log-probability
 # Ranks replay graphs of different sizes, run prefill beside them, and idle, all with one size of the dispatch.
 CAPTURED = {"graphs": True, "async_scheduling": True, "max_num_seqs": 12, "max_dispatch_tokens_per_rank": 12}
 DRAFTS = {"speculative_config": {"num_speculative_tokens": 2, "adaptive": False}}
+# Experts move all the time, a few slices each, whatever little it gains.
+MOVING = {
+    "eplb_config": {
+        "num_redundant_experts": 6, "step_interval": 4, "window_size": 8, "tolerance": 0.0, "hysteresis": 0.0, "step_budget_ms": 0.1,
+    },
+}  # fmt: skip
 # Every layout with some of: prompts cut into chunks, prefixes found, too few pages.
 LAYOUTS = {
     "dp2": {"data_parallel_size": 2, "max_num_batched_tokens": 40},
     "dp3": {"data_parallel_size": 3, "enable_prefix_caching": False, "num_pages": 3},
     "tp2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, "num_pages": 14},
-    "tp2 dp2": {"tensor_parallel_size": 2, "data_parallel_size": 2, "num_pages": 4},
     "tp2 with drafts": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, "async_scheduling": True, **DRAFTS},
     "dp2 captured with drafts": {"data_parallel_size": 2, "num_pages": 4, **CAPTURED, **DRAFTS},
+    "tp2 dp2": {"tensor_parallel_size": 2, "data_parallel_size": 2, "num_pages": 4, **MOVING},
     "tp2 captured": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, **CAPTURED},
 }
 # 32 experts over 3 ranks: 11 slots each, the spare one holds a replica; 4 redundant ones put most experts elsewhere.
@@ -46,6 +52,9 @@ INVARIANT_LAYOUTS = {
     "dp2 with drafts": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **DRAFTS},
     "tp2 dp2 with drafts": {"tensor_parallel_size": 2, "data_parallel_size": 2, "async_scheduling": True, **DRAFTS},
     "dp3 with replicas": {"data_parallel_size": 3, "num_redundant_experts": 4, "long_prefill_token_threshold": 30},
+    "dp2 moving, captured": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **CAPTURED, **MOVING},
+    "dp3 moving": {"data_parallel_size": 3, "max_num_seqs": 8, **MOVING},
+    "dp4 moving, drafts": {"data_parallel_size": 4, "num_speculative_tokens": 2, **MOVING},
 }
 
 
@@ -99,6 +108,8 @@ def test_greedy_tokens_are_the_references(llm_of: Callable[..., LLM], layout: st
             (found,) = logprobs(output)
             assert found[:clear] == pytest.approx(case["logprobs"][:clear], abs=TOLERANCE), case["name"]
     loads = llm.engine.loads
+    if "eplb_config" in options:
+        assert any(load.num_moved_experts > 0 for load in loads.values())
     assert len(loads) == options.get("data_parallel_size", 1)
     if few_pages:
         assert any(load.num_preemptions > 0 for load in loads.values()), loads
@@ -134,13 +145,18 @@ def invariant_answers(llm_of: Callable[..., LLM]) -> Callable[[str], dict]:
 
 
 @pytest.mark.parametrize("layout", [layout for layout in INVARIANT_LAYOUTS if layout != "one rank"])
-def test_batch_invariant_results_are_bitwise_the_same_at_any_layout(invariant_answers: Callable[[str], dict], layout: str):
+def test_batch_invariant_results_are_bitwise_the_same_at_any_layout(
+    llm_of: Callable[..., LLM], invariant_answers: Callable[[str], dict], layout: str
+):
     alone, found = invariant_answers("one rank"), invariant_answers(layout)
     for kind, values in alone.items():
         for number, (one, other) in enumerate(zip(values, found[kind], strict=True)):
             assert one == other, f"{kind} of prompt {number}"
     num_seeded = len(CASES)
     assert len({str(tokens) for tokens in alone["tokens"][num_seeded:]}) > 10, "seeds make little difference; the test shows little"
+    if "moving" in layout:
+        moved = [load.num_moved_experts for load in llm_of(batch_invariant=True, **INVARIANT_LAYOUTS[layout]).engine.loads.values()]
+        assert sum(moved) > 0, moved
 
 
 @pytest.mark.parametrize(("layout", "options"), [("tp2 captured", LAYOUTS), ("dp2 captured", INVARIANT_LAYOUTS)])

@@ -1,0 +1,163 @@
+"""Keeps an instance's experts balanced while it serves: counts, looks, plans, moves. One on each rank, all in step.
+
+Every rank calls `turn()` before each step. Counters on the device are read every sixteenth of a window. Every `step_interval` steps rank 0
+adds up what all ranks counted and plans beside the steps; a fixed number of steps later it tells the others the placement, and the moves
+begin, a slice before each step. The planner works with floating-point numbers, so one rank plans for all: two might not agree.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from eplb.config import EPLBConfig
+from eplb.decide import Costs, decide
+from eplb.load import LoadProfile, LoadWindow
+from eplb.migrate import Migration
+from eplb.pack import Layout
+from eplb.placement import Placement
+from eplb.plan import SAME_RANK, find_moves, plan
+from hw.api import Runtime
+from hw.groups import Group
+from hw.moves import Exchange
+
+logger = logging.getLogger(__name__)
+
+_READS = 16  # of the counters, in a window
+_PLAN_STEPS = 16  # that a plan has time for, or fewer if looks are closer together
+
+
+class Balanced(Protocol):
+    """What is balanced: the experts of one layer."""
+
+    placement: Placement
+    load: torch.Tensor  # [phases, num_logical] int64 on the device: tokens of this rank that chose each expert, since the start
+
+    def expert_tensors(self) -> list[torch.Tensor]:
+        """This rank's weights, `[slots_per_rank, ...]` each."""
+
+    def place(self, placement: Placement) -> None:
+        """Route by this placement from the next step on."""
+
+
+class Balancer:
+    """One rank's part."""
+
+    def __init__(
+        self, layers: Mapping[int, Balanced], config: EPLBConfig, layout: Layout, costs: Costs, *, control: Group, data: Exchange,
+        buffer: torch.Tensor, runtime: Runtime,
+    ):  # fmt: skip
+        """layers: by their numbers in the model. control, data: all ranks of the layout, for messages and weights. buffer: see Migration.
+
+        Counters count from here on.
+        """
+        self._numbers, self._layers = tuple(layers), list(layers.values())
+        self._config, self._layout, self._costs = config, layout, costs
+        self._control, self._data, self._buffer, self._runtime = control, data, buffer, runtime
+        self._current = np.array([layer.placement.phy2log for layer in self._layers])
+        self._window = LoadWindow(len(layers), layout.num_logical, config.window_size)
+        self._read_steps = -(-config.window_size // _READS)
+        self._num_steps = 0  # that have run
+        self._adopt_step: int | None = None  # when the plan that is being made is due
+        self._planner = ThreadPoolExecutor(1, "eplb") if control.rank == 0 else None
+        self._profile: LoadProfile | None = None  # of the look whose plan is being made
+        self._planned: Future[np.ndarray] | None = None
+        self.report: tuple[LoadProfile, np.ndarray] | None = None  # on rank 0: loads of the last look, and phy2log from then on
+        self._migration: Migration | None = None
+        self._wanted = self._current
+        self._fetch = self._download()
+        self._seen = self._fetch()[0]
+        self._fetch_steps = 0
+        self.num_moved_experts = 0  # that came to this rank from others, since the start
+
+    def turn(self) -> None:
+        """Between two steps. Collective; raises PeerLost."""
+        if self._num_steps and self._num_steps % self._read_steps == 0:
+            self._count()
+        if self._migration is not None:
+            self._move()
+        elif self._adopt_step is not None:
+            if self._num_steps == self._adopt_step:
+                self._adopt()
+        elif self._num_steps and self._num_steps % self._config.step_interval == 0:
+            self._look()
+        self._num_steps += 1
+
+    def _download(self) -> Callable[[], list[torch.Tensor]]:
+        return self._runtime.download([torch.stack([layer.load for layer in self._layers], 1)])
+
+    def _count(self) -> None:
+        """Take what was asked for the last time, and ask again: nobody waits for the device."""
+        counts = self._fetch()[0].clone()
+        if self._fetch_steps:
+            self._window.add((counts - self._seen).numpy(), self._fetch_steps)
+        self._seen = counts
+        self._fetch, self._fetch_steps = self._download(), self._read_steps
+
+    def _look(self) -> None:
+        """All ranks' counts go to rank 0, which begins to plan."""
+        self._adopt_step = self._num_steps + min(_PLAN_STEPS, self._config.step_interval)
+        mine = torch.from_numpy(self._window.total.copy())[None]
+        nobody = [0] * (self._control.size - 1)
+        leads = self._control.rank == 0
+        counts = self._control.all_to_all(mine, [1, *nobody], [1] * self._control.size if leads else [0, *nobody])
+        if self._planner is not None:
+            self._profile = LoadProfile(self._numbers, self._window.num_steps, counts.sum(0).numpy())
+            self._planned = self._planner.submit(self._plan, self._profile, self._current.copy())
+
+    def _plan(self, profile: LoadProfile, current: np.ndarray) -> np.ndarray:
+        """In a thread of its own."""
+        config = self._config
+        if config.dump_profile is not None:
+            _dump(profile, Path(config.dump_profile))
+        if not profile.num_steps:
+            return current
+        found = plan(profile.load(), current, self._layout, tolerance=config.tolerance)
+        steps = {"window_steps": profile.num_steps, "horizon_steps": config.step_interval}
+        decision = decide(found, self._layout, self._costs, **steps, hysteresis=config.hysteresis)
+        kept = found.only(decision.layers, current)
+        logger.info(
+            "expert balance %.3f, planned %.3f by moving %d experts of %d layers (%.3f s saved until the next look, %.3f s spent)",
+            found.balancedness_before.mean(), (kept.mean / np.maximum(kept.peak_after, 1e-9)).mean(), kept.moves.num_remote,
+            decision.layers.sum(), decision.gain_s[decision.layers].sum(), decision.cost_s[decision.layers].sum(),
+        )  # fmt: skip
+        return kept.phy2log
+
+    def _adopt(self) -> None:
+        """All ranks learn the plan."""
+        self._adopt_step = None
+        data = None if self._planned is None else self._planned.result().astype(np.int32).tobytes()
+        self._wanted = np.frombuffer(self._control.broadcast_bytes(data), np.int32).reshape(self._current.shape).astype(np.int64)
+        self.report = None if self._profile is None else (self._profile, self._wanted)
+        moves = find_moves(self._current, self._wanted, self._layout)
+        if not len(moves.layer):
+            return
+        slowest = self._costs.node_bytes_per_s if self._layout.num_nodes == 1 else self._costs.network_bytes_per_s
+        weights = {int(row): self._layers[row].expert_tensors() for row in np.unique(moves.layer)}
+        slice_bytes = max(1, int(self._config.step_budget_ms * 1e-3 * slowest))
+        self._migration = Migration(weights, moves, self._layout, self._data, buffer=self._buffer, slice_bytes=slice_bytes)
+        mine = moves.target // self._layout.slots_per_rank == self._control.rank
+        self.num_moved_experts += int((mine & (moves.reach != SAME_RANK)).sum())
+
+    def _move(self) -> None:
+        assert self._migration is not None
+        for row in self._migration.advance():
+            self._current[row] = self._wanted[row]
+            self._layers[row].place(Placement(self._layout.num_logical, self._layout.num_ranks, tuple(self._current[row].tolist())))
+        if self._migration.done:
+            self._migration = None
+
+
+def _dump(profile: LoadProfile, path: Path) -> None:
+    """Whoever reads the file finds a whole one. A full disk is no reason to stop serving."""
+    part = path.with_name(path.name + ".part")
+    try:
+        profile.dump(part)
+        os.replace(part, path)
+    except OSError as error:
+        logger.warning("cannot write the load profile %s: %s", path, error)
