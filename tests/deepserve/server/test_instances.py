@@ -181,10 +181,17 @@ async def gone(client: EngineClient):
 # -- strangers --
 
 
-def test_only_who_knows_the_secret_gets_in(serve, caplog):
+@pytest.fixture
+def context():
+    """Of sockets that a test opens itself; they end with it, however it ends."""
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def test_only_who_knows_the_secret_gets_in(serve, context, caplog):
     server = serve(secret=SECRET, **QUIET)
     address = server.frontend.client.address
-    context = zmq.Context()
     strangers = [context.socket(zmq.DEALER), context.socket(zmq.DEALER)]
     secure_client(strangers[1], OTHER)
     for stranger in strangers:
@@ -193,21 +200,17 @@ def test_only_who_knows_the_secret_gets_in(serve, caplog):
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"http://{host}:{port}/", timeout=WAIT_S)
-    wait_until(lambda: "refused a connection from 127.0.0.1:" in caplog.text, "a line in the log")
+    wait_until(lambda: "refused a connection from " in caplog.text, "a line in the log")
     assert not server.frontend.client.engines
     server.engine(instance="a", secret=SECRET)
     assert ask(server).status_code == 200
     assert not any(stranger.poll(0) for stranger in strangers)
     assert SECRET not in caplog.text
-    for stranger in strangers:
-        stranger.close(0)
-    context.term()
 
 
-def test_a_rank_talks_to_no_frontend_without_the_secret(caplog):
+def test_a_rank_talks_to_no_frontend_without_the_secret(context, caplog):
     """Whoever listens on the frontend's port in its place learns nothing."""
     caplog.set_level(logging.ERROR)
-    context = zmq.Context()
     impostor = context.socket(zmq.ROUTER)
     port = impostor.bind_to_random_port("tcp://127.0.0.1")
     line = Line(context, f"tcp://127.0.0.1:{port}", secret=SECRET)
@@ -215,8 +218,6 @@ def test_a_rank_talks_to_no_frontend_without_the_secret(caplog):
     wait_until(lambda: line.read_news() is not None and "refuses this rank" in caplog.text, "a line in the log")
     assert not impostor.poll(100)
     line.close(0)
-    impostor.close(0)
-    context.term()
 
 
 def test_a_weak_secret_is_refused(serve):
@@ -236,8 +237,7 @@ def test_a_taken_control_port_is_named():
     asyncio.run(go())
 
 
-def test_a_line_notices_that_it_was_made_anew():
-    context = zmq.Context()
+def test_a_line_notices_that_it_was_made_anew(context):
     frontend = context.socket(zmq.ROUTER)
     port = frontend.bind_to_random_port("tcp://127.0.0.1")
     line = Line(context, f"tcp://127.0.0.1:{port}")
@@ -253,9 +253,7 @@ def test_a_line_notices_that_it_was_made_anew():
     frontend = context.socket(zmq.ROUTER)
     wait_until(lambda: bound(frontend, port), "the port is free again")
     wait_until(lambda: news[-1][1] or saw((False, True)), "connected again")
-    for sock in (line, frontend):
-        sock.close(0)
-    context.term()
+    line.close(0)
 
 
 def bound(sock: zmq.Socket, port: int) -> bool:
