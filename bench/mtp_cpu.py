@@ -1,0 +1,184 @@
+"""Speculative decoding with the shipped model on a CPU: speed with and without drafts, and how many stand.
+
+    python bench/mtp_cpu.py [--drafts 1 2 3] [--rounds 5] [--threads 1] [--json FILE]
+
+Chat: held-out exchanges of the tasks that the model was trained for (those that need none of its texts), greedy, to their end. Text:
+openings of prose, continued greedily for 64 tokens. Random: prompts of random tokens, continued at temperature 5, so that next to no
+draft stands. One sequence at a time, timed from its first token on, and 16 at once, timed from the start.
+
+Engines take turns request by request (or batch by batch), so that whatever else the machine does falls on all alike, and each round
+shuffles their order. A figure is the median over rounds; ratios are of the same round. On a busy machine `--clock cpu` counts the seconds
+that the process computed instead of those that went by.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from deepserve.config import EngineArgs, SpeculativeConfig
+from deepserve.engine.engine import Engine, resolve
+from deepserve.engine.request import SamplingParams, validate
+from deepserve.messages import Submit
+from deepserve.model.hub import SHIPPED_FOLDER
+from deepserve.text.tokenizer import Tokenizer
+
+OPENINGS = [
+    "It was a fine morning when", "She had always been of the opinion that", "And it came to pass in those days, that",
+    "In order to install the", "The following example shows how to", "He looked at her for a moment, and", "This function returns",
+    "There was a man in the city",
+]  # fmt: skip
+TRAINING = Path(__file__).parents[1] / "models" / "deepserve-tiny" / "train"
+TASKS = ("add", "sub", "mul", "wordproblem", "compare", "sort", "minmax", "count", "capital", "talk", "story", "email", "chain", "json",
+         "jsonmath", "chinese")  # fmt: skip
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+def held_out(num: int, mode: str) -> list[Job]:
+    """Exchanges that were kept out of training, a task after the other. mode: "bare", or "think31" with reasoning before the answer."""
+    spec = importlib.util.spec_from_file_location("training_data", TRAINING / "data.py")
+    assert spec is not None and spec.loader is not None
+    data = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up
+    spec.loader.exec_module(data)
+    rng, tokenizer = random.Random(0), Tokenizer.from_folder(SHIPPED_FOLDER)
+    jobs = []
+    for i in range(num):
+        exchange = data.sample_ex(rng, None, TASKS[i % len(TASKS)], heldout=True)
+        turns = [(past, True) for past in exchange.history] + [(exchange, False)]
+        text = data.render_prompt(exchange.system, exchange.tools, turns, mode)
+        jobs.append(Job(tokenizer.encode(text), SamplingParams(temperature=0.0, max_tokens=200)))
+    return jobs
+
+
+def print_acceptance(num: int, threads: int | None) -> None:
+    """How many drafts of held-out exchanges stand, beside what the model's page says of a decoder that walks such text."""
+    measured = json.loads((TRAINING / "measured.json").read_text())["mtp"]
+    for mode, name in (("bare", "mixed"), ("think31", "thinking")):
+        engine, page = make_engine(2, False, threads), measured[name]
+        jobs = held_out(num, mode)
+        for low in range(0, num, 16):
+            run(engine, jobs[low : low + 16], time.perf_counter)
+        load, (first, second) = engine.load(), engine.scheduler.drafts.acceptance()
+        kept = 1 + load.num_accepted_tokens / load.num_drafts
+        print(
+            f"{num} held-out exchanges, {name}, 2 drafts: first stands {first:.3f} (model's page: {page['one_step']:.3f}), second given the "
+            f"first {second:.3f} ({page['second_step_given_first']['post']:.3f}), tokens a step {kept:.2f} "
+            f"({page['tokens_per_target_pass']['k2post']:.2f})",
+            flush=True,
+        )
+
+
+def jobs_of(traffic: str, vocab_size: int) -> list[Job]:
+    if traffic == "chat":
+        return held_out(16, "bare")
+    if traffic == "text":
+        tokenizer = Tokenizer.from_folder(SHIPPED_FOLDER)
+        params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+        return [Job(tokenizer.encode(text), params) for text in OPENINGS * 2]
+    rng = random.Random(0)
+    prompts = [[rng.randrange(5, vocab_size) for _ in range(24)] for _ in range(16)]
+    return [Job(prompt, SamplingParams(temperature=5.0, max_tokens=64, ignore_eos=True, seed=i)) for i, prompt in enumerate(prompts)]
+
+
+def make_engine(num_drafts: int, adaptive: bool, threads: int | None) -> Engine:
+    speculative = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=adaptive)
+    args = EngineArgs(speculative_config=speculative, max_model_len=1024, num_threads=threads, enable_prefix_caching=False)
+    return Engine(resolve(args), progress=False)
+
+
+def run(engine: Engine, jobs: list[Job], clock: Callable[[], float]) -> tuple[float, int]:
+    """Seconds and tokens of these jobs, all at once; of a single one, from its first token on."""
+    for i, job in enumerate(jobs):
+        engine.submit(Submit(str(i), job.prompt, validate(job.prompt, job.params, engine.limits)))
+    before = engine.load().num_generated_tokens
+    if len(jobs) == 1:
+        while engine.load().num_generated_tokens == before:
+            engine.step()
+        before += 1
+    started = clock()
+    while engine.has_work:
+        engine.step()
+    return clock() - started, engine.load().num_generated_tokens - before
+
+
+def measure(engines: dict[str, Engine], jobs: list[Job], together: int, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Tokens per second of each engine in each round."""
+    batches = [jobs[low : low + together] for low in range(0, len(jobs), together)]
+    rng = random.Random(1)
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(rounds + 1):
+        seconds, tokens = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
+        for batch in batches:
+            for name in rng.sample(sorted(engines), len(engines)):
+                took, num = run(engines[name], batch, clock)
+                seconds[name] += took
+                tokens[name] += num
+        assert len(set(tokens.values())) == 1, tokens
+        if number:  # the first round warms up
+            for name in engines:
+                speeds[name].append(tokens[name] / seconds[name])
+    return speeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--traffic", nargs="+", default=["chat", "text", "random"])
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--exchanges", type=int, default=96, help="held-out exchanges whose acceptance is counted; 0: none")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    names = {"off": (0, False), **{f"{k} drafts": (k, False) for k in args.drafts}, "adaptive": (max(args.drafts), True)}
+    busy = f"load average {os.getloadavg()[0]:.1f} at the start"
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {args.threads} thread(s), {args.clock} time, {busy}")
+    print(f"{'':<22}" + "".join(f"{name:>12}" for name in names) + f"{'adaptive/off':>14}{'adaptive/best k':>17}   acceptance by place")
+    rows = []
+    for traffic in args.traffic:
+        for together in (1, 16):
+            # New ones for each row, so that the adaptive one has to find its way.
+            engines = {name: make_engine(k, adaptive, args.threads) for name, (k, adaptive) in names.items()}
+            jobs = jobs_of(traffic, engines["off"].limits.vocab_size)
+            speeds = measure(engines, jobs, together, args.rounds, CLOCKS[args.clock])
+            to_off = statistics.median(a / off for a, off in zip(speeds["adaptive"], speeds["off"], strict=True))
+            fixed = [name for name in names if name != "adaptive"]
+            best = max(fixed, key=lambda name: statistics.median(speeds[name]))
+            to_best = statistics.median(a / b for a, b in zip(speeds["adaptive"], speeds[best], strict=True))
+            load = engines[f"{max(args.drafts)} drafts"].load()
+            places = [load.num_drafts, *load.num_accepted_by_position]
+            acceptance = [b / a if a else 0.0 for a, b in pairwise(places)]
+            median = {name: statistics.median(values) for name, values in speeds.items()}
+            rows.append({"traffic": traffic, "together": together, "speeds": speeds, "adaptive_to_off": to_off, "adaptive_to_best": to_best,
+                         "best": best, "acceptance": acceptance})  # fmt: skip
+            cells = "".join(f"{median[name]:>12.0f}" for name in names)
+            shares = " ".join(f"{share:.2f}" for share in acceptance)
+            print(f"{traffic + f', {together} at a time':<22}{cells}{to_off:>14.2f}{to_best:>17.2f}   {shares}", flush=True)
+    if args.exchanges:
+        print_acceptance(args.exchanges, args.threads)
+    print(f"tokens per second; load average {os.getloadavg()[0]:.1f} at the end")
+    if args.json:
+        machine = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": args.threads, "clock": args.clock}
+        args.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
