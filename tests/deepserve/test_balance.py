@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ from hw.groups import open_groups
 from hw.select import open_backend
 from hw.topology import ParallelConfig
 from tests.deepserve.serving import WAIT_S, Served
+from tests.deepserve.test_many_ranks import MOVING, logprobs
+from tests.deepserve.tiny_models import to_fp8
 
 LAYERS, NUM_EXPERTS = (1, 2, 3, 4, 5), 32
 
@@ -91,6 +94,20 @@ def test_balancedness_is_the_planners():
         balance = ExpertBalance(num_ranks, 5, [1, 2, 3], {phase: part.tolist() for phase, part in tokens.items()}, phy2log.tolist())
         for phase, found in layer_balance(balance).items():
             assert found == pytest.approx(balancedness(rank_loads(tokens[phase].astype(float), phy2log, num_ranks)).tolist())
+
+
+def test_fp8_experts_move_with_their_scales(tiny_model: Callable[..., Path], tmp_path: Path):
+    folder = to_fp8(tiny_model("v3"), tmp_path, (16, 16))
+    common = {"dtype": "float32", "weight_format": "fp8", "batch_invariant": True, "max_model_len": 128, "num_threads": 1, "num_pages": 20}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    prompts = [[3, 99, 7, 250, 31, 8], [17] * 9 + [40, 41], [5], [200, 100] * 8]
+    found = []
+    for options in ({}, {"data_parallel_size": 2, **MOVING}):
+        with LLM(str(folder), skip_tokenizer_init=True, **common, **options) as llm:
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+            found.append([(output.outputs[0].token_ids, logprobs(output)) for output in outputs])
+            moved = options and sum(load.num_moved_experts for load in llm.engine.loads.values())
+    assert found[0] == found[1] and moved > 0
 
 
 @pytest.fixture(scope="module")
