@@ -79,8 +79,8 @@ def print_acceptance(num: int, threads: int | None) -> None:
         load, (first, second) = engine.load(), engine.scheduler.drafts.acceptance()
         kept = 1 + load.num_accepted_tokens / load.num_drafts
         print(
-            f"{num} held-out exchanges, {name}, 2 drafts: first stands {first:.3f} (model's page: {page['one_step']:.3f}), second given the "
-            f"first {second:.3f} ({page['second_step_given_first']['post']:.3f}), tokens a step {kept:.2f} "
+            f"{num} held-out exchanges, {name}, 2 drafts: first stands {first:.3f} (model's page: {page['one_step']:.3f}), second given "
+            f"the first {second:.3f} ({page['second_step_given_first']['post']:.3f}), tokens a step {kept:.2f} "
             f"({page['tokens_per_target_pass']['k2post']:.2f})",
             flush=True,
         )

@@ -21,17 +21,25 @@ class Drafter:
         self._model, self._tp, self._caches, self._state = model, backend.tp, caches, state
 
     def run(
-        self, drawing: Drawing, tokens: torch.Tensor, num_drafts: int, hidden: torch.Tensor, next_ids: torch.Tensor, meta: AttnMetadata,
+        self,
+        drawing: Drawing,
+        tokens: torch.Tensor,
+        num_drafts: int,
+        hidden: torch.Tensor,
+        next_ids: torch.Tensor,
+        meta: AttnMetadata | None,
         step: ExpertStep,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Move rows on by their draws `tokens` `[R]` and put `num_drafts` drafts behind each.
 
-        hidden `[num_tokens, hidden]`, next_ids `[num_tokens]` int64 and meta are those of the step, with `tokens` among the next ids.
+        hidden `[num_tokens, hidden]`, next_ids `[num_tokens]` int64 and meta are those of the step, with `tokens` among the next ids;
+        without drafts nobody looks at them.
         Returns how many drafts each decode entry accepted, `[num_decode]` int64.
         """
         accepted = self._state.settle(drawing.rows, tokens, drawing.num_decode, drawing.query_len)
         if not num_drafts:
             return accepted
+        assert meta is not None
         hidden = self._model.draft(next_ids, hidden, meta, self._caches, step)
         if not len(drawing.rows):
             self._model.idle_drafts(step, num_drafts - 1)  # other ranks may go on

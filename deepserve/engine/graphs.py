@@ -148,7 +148,7 @@ class DecodeGraphs:
         drawing = Drawing(fields["rows"], size, query_len, nothing, table, fields["num_pages"], self._max_seq_len)
 
         def work() -> None:
-            _, meta = self._inputs(size, query_len)
+            meta = self._inputs(size, query_len)[1] if query_len > 1 else None
             self._accepted[:size] = self._drafter.run(drawing, tokens, query_len - 1, hidden, tokens, meta, self._step)
 
         return work

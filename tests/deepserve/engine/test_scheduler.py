@@ -1,5 +1,7 @@
 """What runs in a step, in which order, and who gives way when pages run out. The runner is a fake that checks every plan."""
 
+import dataclasses
+
 import pytest
 
 from deepserve.engine.step import StepResult
@@ -285,3 +287,59 @@ def test_one_sequence_may_take_every_page():
     world.submit("c", prompt_of(12, 20), max_tokens=0)
     world.finish()
     assert len(world.tokens("a")) == 8
+
+
+# Drafts
+
+
+def test_drafts_take_room_but_preempt_nobody():
+    """Two sequences in five pages of four tokens: pages that drafts alone would need are not taken from the other."""
+    world = World(num_pages=5, num_drafts=3)
+    world.submit("a", prompt_of(6), max_tokens=5)
+    world.submit("b", prompt_of(6, 30), max_tokens=5)
+    world.finish()
+    assert world.scheduler.stats.num_preemptions > 0, "both need three pages in the end"
+    lens = [plan.query_len for plan in world.runner.plans if plan.num_decode]
+    assert {1, 4} <= set(lens)
+    roomy = World(num_pages=6, num_drafts=3)
+    roomy.submit("a", prompt_of(6), max_tokens=5)
+    roomy.submit("b", prompt_of(6, 30), max_tokens=5)
+    roomy.finish()
+    assert roomy.scheduler.stats.num_preemptions == 0
+
+
+ROOMS = [(64, None, 3), (10, None, 2), (64, 6, 1), (64, 5, 0)]
+
+
+@pytest.mark.parametrize(("max_num_batched_tokens", "max_verified_tokens", "num_drafts"), ROOMS)
+def test_all_verify_as_many_drafts_as_fit_the_step(max_num_batched_tokens, max_verified_tokens, num_drafts):
+    world = World(num_drafts=3, max_num_batched_tokens=max_num_batched_tokens)
+    world.scheduler.config = dataclasses.replace(world.scheduler.config, max_verified_tokens=max_verified_tokens)
+    for i in range(3):
+        world.submit(f"r{i}", prompt_of(2, 10 * i), max_tokens=30)
+    world.step()
+    plan = world.step()
+    assert (plan.num_decode, plan.query_len, plan.num_drafts, plan.counts) == (3, 1 + num_drafts, num_drafts, [1 + num_drafts] * 3)
+    world.finish()
+
+
+def test_decode_and_chunks_share_a_step_with_drafts():
+    world = World(num_drafts=2, max_num_batched_tokens=8)
+    world.submit("a", prompt_of(2), max_tokens=12)
+    world.step()
+    world.submit("long", prompt_of(14, 20), max_tokens=3)
+    plan = world.step()
+    assert (plan.num_decode, plan.query_len, plan.counts, plan.draws, plan.num_drafts) == (1, 3, [3, 5], [0], 2)
+    world.finish()
+
+
+def test_counts_of_drafts_add_up():
+    world = World(num_drafts=3)
+    for i in range(4):
+        world.submit(f"r{i}", prompt_of(3, 10 * i), max_tokens=40, ignore_eos=True)
+    world.finish()
+    stats = world.scheduler.stats
+    assert stats.num_generated_tokens == 160
+    assert stats.num_accepted_tokens == sum(stats.num_accepted_by_position) == 160 - 4 - stats.num_drafts
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens <= 3 * stats.num_drafts
+    assert stats.num_accepted_by_position == sorted(stats.num_accepted_by_position, reverse=True)
