@@ -70,6 +70,7 @@ class Balancer:
         self.report: tuple[LoadProfile, np.ndarray] | None = None  # on rank 0: loads of the last look, and phy2log from then on
         self._migration: Migration | None = None
         self._wanted = self._current
+        self._num_coming = np.zeros(len(layers), np.int64)  # experts of each layer that the migration brings to this rank
         self._fetch = self._download()
         self._seen = self._fetch()[0]
         self._fetch_steps = 0
@@ -141,13 +142,14 @@ class Balancer:
         weights = {int(row): self._layers[row].expert_tensors() for row in np.unique(moves.layer)}
         slice_bytes = max(1, int(self._config.step_budget_ms * 1e-3 * slowest))
         self._migration = Migration(weights, moves, self._layout, self._data, buffer=self._buffer, slice_bytes=slice_bytes)
-        mine = moves.target // self._layout.slots_per_rank == self._control.rank
-        self.num_moved_experts += int((mine & (moves.reach != SAME_RANK)).sum())
+        coming = (moves.target // self._layout.slots_per_rank == self._control.rank) & (moves.reach != SAME_RANK)
+        self._num_coming = np.bincount(moves.layer[coming], minlength=len(self._layers))
 
     def _move(self) -> None:
         assert self._migration is not None
         for row in self._migration.advance():
             self._current[row] = self._wanted[row]
+            self.num_moved_experts += int(self._num_coming[row])
             self._layers[row].place(Placement(self._layout.num_logical, self._layout.num_ranks, tuple(self._current[row].tolist())))
         if self._migration.done:
             self._migration = None

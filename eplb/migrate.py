@@ -11,6 +11,7 @@ on every rank, the call copies it into the slots and returns these layers, and f
 Tensors keep their addresses, so captured steps stay valid. A lost peer raises PeerLost before any weight of the batch has changed.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,10 @@ class _Piece:
     move: _Move
     start: int  # bytes
     stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
 
 
 class Migration:
@@ -102,18 +107,18 @@ class Migration:
         return torch.cat(found)
 
     def _exchange(self, pieces: list[_Piece]) -> None:
+        rank = self._group.rank
+        # Sorting keeps the order of the pieces between two ranks, which is the same on both.
+        sent = sorted((piece for piece in pieces if piece.move.source_rank == rank), key=lambda piece: piece.move.target_rank)
+        received = sorted((piece for piece in pieces if piece.move.target_rank == rank), key=lambda piece: piece.move.source_rank)
         send, receive = [0] * self._group.size, [0] * self._group.size
-        sent, target = self._buffer[:0], None
-        for piece in pieces:
-            if piece.move.source_rank == self._group.rank:
-                sent = self._read(piece)
-                send[piece.move.target_rank] = len(sent)
-            if piece.move.target_rank == self._group.rank:
-                target = self._arrived[piece.move][piece.start : piece.stop]
-                receive[piece.move.source_rank] = len(target)
-        got = self._group.all_to_all(sent, send, receive)
-        if target is not None:
-            target.copy_(got)
+        for piece in sent:
+            send[piece.move.target_rank] += piece.num_bytes
+        for piece in received:
+            receive[piece.move.source_rank] += piece.num_bytes
+        got = self._group.all_to_all(torch.cat([self._buffer[:0], *map(self._read, sent)]), send, receive)
+        for piece, part in zip(received, got.split([piece.num_bytes for piece in received]), strict=True):
+            self._arrived[piece.move][piece.start : piece.stop].copy_(part)
 
     def _commit(self) -> None:
         for move, arrived in self._arrived.items():
@@ -124,16 +129,21 @@ class Migration:
 
 
 def _schedule(moves: list[_Move], expert_bytes: Mapping[int, int], slice_bytes: int) -> list[list[_Piece]]:
-    """Rounds in each of which a rank sends at most one piece and receives at most one. At least one round, maybe without pieces."""
+    """Rounds in each of which no rank sends or receives more than `slice_bytes`. At least one round, maybe without pieces."""
     rounds: list[list[_Piece]] = [[]]
-    free_to_send: dict[int, int] = {}
-    free_to_receive: dict[int, int] = {}
+    # Where a rank's next byte has room: bytes that it has sent (or received) plus those it had to let pass. Whole slices are rounds.
+    sent: dict[int, int] = defaultdict(int)
+    received: dict[int, int] = defaultdict(int)
     for move in moves:
         if move.source_rank == move.target_rank:
             continue
-        for start in range(0, expert_bytes[move.layer], slice_bytes):
-            at = max(free_to_send.get(move.source_rank, 0), free_to_receive.get(move.target_rank, 0))
-            free_to_send[move.source_rank] = free_to_receive[move.target_rank] = at + 1
-            rounds.extend([] for _ in range(at + 1 - len(rounds)))
-            rounds[at].append(_Piece(move, start, min(start + slice_bytes, expert_bytes[move.layer])))
+        start = 0
+        while start < expert_bytes[move.layer]:
+            at = max(sent[move.source_rank], received[move.target_rank])
+            number, used = divmod(at, slice_bytes)
+            num_bytes = min(slice_bytes - used, expert_bytes[move.layer] - start)
+            rounds.extend([] for _ in range(number + 1 - len(rounds)))
+            rounds[number].append(_Piece(move, start, start + num_bytes))
+            sent[move.source_rank] = received[move.target_rank] = at + num_bytes
+            start += num_bytes
     return rounds

@@ -27,10 +27,10 @@ TOLERANCE = 1e-3  # of a log-probability
 # Ranks replay graphs of different sizes, run prefill beside them, and idle, all with one size of the dispatch.
 CAPTURED = {"graphs": True, "async_scheduling": True, "max_num_seqs": 12, "max_dispatch_tokens_per_rank": 12}
 DRAFTS = {"speculative_config": {"num_speculative_tokens": 2, "adaptive": False}}
-# Experts move all the time, a few slices each, whatever little it gains.
+# Experts move all the time, in a few slices, whatever little it gains.
 MOVING = {
     "eplb_config": {
-        "num_redundant_experts": 6, "step_interval": 4, "window_size": 8, "tolerance": 0.0, "hysteresis": 0.0, "step_budget_ms": 0.1,
+        "num_redundant_experts": 6, "step_interval": 2, "window_size": 4, "tolerance": 0.0, "hysteresis": 0.0, "step_budget_ms": 1.0,
     },
 }  # fmt: skip
 # Every layout with some of: prompts cut into chunks, prefixes found, too few pages.
@@ -49,7 +49,8 @@ INVARIANT_LAYOUTS = {
     "dp2": {"data_parallel_size": 2, "max_num_batched_tokens": 48},
     "dp3": {"data_parallel_size": 3, "max_num_seqs": 3},
     "dp2 captured": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **CAPTURED},
-    "dp2 with drafts": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **DRAFTS},
+    # Each replica finds its own number of drafts, and sees those of the other through.
+    "dp2 with drafts": {"data_parallel_size": 2, "max_num_batched_tokens": 48, "num_speculative_tokens": 3},
     "tp2 dp2 with drafts": {"tensor_parallel_size": 2, "data_parallel_size": 2, "async_scheduling": True, **DRAFTS},
     "dp3 with replicas": {"data_parallel_size": 3, "num_redundant_experts": 4, "long_prefill_token_threshold": 30},
     "dp2 moving, captured": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **CAPTURED, **MOVING},
