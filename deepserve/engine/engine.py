@@ -163,7 +163,7 @@ class Engine:
     ) -> list[SequenceOutput]:
         """Run a step, and apply it or, with asynchronous scheduling, the one before; collective over the instance.
 
-        `has_tokens`: whether this rank's TP group has a plan. `num_drafts`: that all ranks make; None: the plan's.
+        `has_tokens`: whether this rank's TP group has a plan. `num_drafts`: most that a rank makes; None: the plan's.
         """
         if self.balancer is not None:
             self.balancer.turn()

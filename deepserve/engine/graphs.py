@@ -164,9 +164,9 @@ class DecodeGraphs:
         """Queue a step without tokens of our own."""
         self._idle[num_drafts]()
 
-    def fits(self, plan: StepPlan, step: ExpertStep, num_drafts: int) -> bool:
+    def fits(self, plan: StepPlan, step: ExpertStep) -> bool:
         """Whether a step can be replayed: it only decodes, verifies as many drafts as it makes, and reaches experts without the host."""
-        only_decodes = plan.num_decode == len(plan.rows) and not plan.prompt_logprobs and num_drafts == plan.query_len - 1
+        only_decodes = plan.num_decode == len(plan.rows) and not plan.prompt_logprobs and plan.num_drafts == plan.query_len - 1
         fitting = self._sizes.get(plan.query_len)
         return only_decodes and fitting is not None and len(plan.rows) <= fitting[-1] and step.mode is ExpertMode.LOW_LATENCY
 

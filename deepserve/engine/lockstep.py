@@ -47,7 +47,7 @@ class Outcome:
     step: ExpertStep  # meaningful if any token runs
     collect: bool  # nobody has a plan, but somebody has a step to collect first
     end: bool  # somebody was told to stop, or all have drained
-    num_drafts: int = 0  # that every rank makes in this step: experts of the MTP module are spread over all
+    num_drafts: int = 0  # most that a rank makes in this step: all see it through, since experts of the MTP module are spread over them
 
     @property
     def idle(self) -> bool:

@@ -60,16 +60,15 @@ class Runner:
     def launch(self, plan: StepPlan, step: ExpertStep, num_drafts: int | None = None) -> "Launched":
         """Queue one forward pass, the draws behind it and the drafts behind these; waits for nothing that the device has yet to do.
 
-        num_drafts: of all ranks of the instance, at least the plan's; None: the plan's. All ranks of a TP group call it with the same
+        num_drafts: most that a rank of the instance makes in this step; None: the plan's. All ranks of a TP group call it with the same
         plan and get the same tokens; log-probabilities are rank 0's.
         """
-        num_drafts = plan.num_drafts if num_drafts is None else num_drafts
         filled = self.rows.update(plan)
         self.sampler.forget(filled)
         self.state.fill(filled, self.rows)
         runs = [(plan.rows[i], plan.query_len if i < plan.num_decode else 1) for i in plan.draws]
         prompt_logprobs: dict[int, list[Wanted]] = {}
-        if self.graphs is not None and self.graphs.fits(plan, step, num_drafts):
+        if self.graphs is not None and self.graphs.fits(plan, step):
             replayed = self.graphs.run_target(plan, self.rows)
             tokens, logits, logprobs = replayed.tokens, replayed.logits, None
             if not self.sampler.draws_plainly(plan.rows):  # then the draw inside the graph was for nothing
@@ -85,7 +84,9 @@ class Runner:
             logits = self.model.logits(hidden[every]) if runs else None
             tokens, logprobs = self._draw(logits, runs, batch.meta.positions[every] + 1, batch.token_ids[every])
             next_ids = batch.next_ids.index_copy(0, batch.draws, tokens) if batch.draws is not None else tokens
-            accepted = self.drafter.run(batch.drawing, tokens, num_drafts, hidden, next_ids, batch.meta, step)
+            accepted = self.drafter.run(batch.drawing, tokens, plan.num_drafts, hidden, next_ids, batch.meta, step)
+        if num_drafts is not None:  # others may go on drafting with experts of ours
+            self.model.idle_drafts(step, num_drafts - plan.num_drafts)
         if logits is not None:
             self.sampler.count(runs, tokens, accepted)
         wanted = [*([logprobs] if logprobs else []), *(tile for tiles in prompt_logprobs.values() for tile in tiles)]
