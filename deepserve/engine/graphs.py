@@ -105,11 +105,12 @@ class DecodeGraphs:
         self._accepted = torch.zeros(largest, dtype=torch.int64, device=device)
         started = time.perf_counter()
         self._targets: dict[tuple[int, int], Callable[[], Replayed]] = {}
-        self._drafters: dict[tuple[int, int], Callable[[], None]] = {}
+        self._drafters: dict[tuple[int, int, int], Callable[[], None]] = {}  # by size, query length, drafts to make
         for key in keys:
             self._clear(key[0])
             self._targets[key] = backend.runtime.capture(self._target(*key))
-            self._drafters[key] = backend.runtime.capture(self._draft(*key))
+            for num_drafts in range(state.max_drafts + 1) if key[1] == 1 else [key[1] - 1]:
+                self._drafters[*key, num_drafts] = backend.runtime.capture(self._draft(*key, num_drafts))
         self._idle: dict[int, Callable[[], None]] = {}
         if model.parallel.dp > 1:
             self._idle = {num: backend.runtime.capture(self._serve(num)) for num in range(state.max_drafts + 1)}
@@ -141,15 +142,15 @@ class DecodeGraphs:
 
         return work
 
-    def _draft(self, size: int, query_len: int) -> Callable[[], None]:
+    def _draft(self, size: int, query_len: int, num_drafts: int) -> Callable[[], None]:
         fields, table = Layout(size).device(self._packed), self._page_table[:size]
         tokens, hidden = self._tokens[: size * query_len], self._hidden[: size * query_len]
         nothing = tokens[:0]
         drawing = Drawing(fields["rows"], size, query_len, nothing, table, fields["num_pages"], self._max_seq_len)
 
         def work() -> None:
-            meta = self._inputs(size, query_len)[1] if query_len > 1 else None
-            self._accepted[:size] = self._drafter.run(drawing, tokens, query_len - 1, hidden, tokens, meta, self._step)
+            meta = self._inputs(size, query_len)[1] if num_drafts else None
+            self._accepted[:size] = self._drafter.run(drawing, tokens, num_drafts, hidden, tokens, meta, self._step)
 
         return work
 
@@ -165,8 +166,8 @@ class DecodeGraphs:
         self._idle[num_drafts]()
 
     def fits(self, plan: StepPlan, step: ExpertStep) -> bool:
-        """Whether a step can be replayed: it only decodes, verifies as many drafts as it makes, and reaches experts without the host."""
-        only_decodes = plan.num_decode == len(plan.rows) and not plan.prompt_logprobs and plan.num_drafts == plan.query_len - 1
+        """Whether a step can be replayed: it only decodes, verifies as many drafts as it makes or none, needs no host for experts."""
+        only_decodes = plan.num_decode == len(plan.rows) and not plan.prompt_logprobs and plan.query_len in (1, 1 + plan.num_drafts)
         fitting = self._sizes.get(plan.query_len)
         return only_decodes and fitting is not None and len(plan.rows) <= fitting[-1] and step.mode is ExpertMode.LOW_LATENCY
 
@@ -193,7 +194,7 @@ class DecodeGraphs:
 
     def run_drafter(self, plan: StepPlan) -> torch.Tensor:
         """Queue what follows on `run_target`: how many drafts each entry accepted, `[num_seqs]` int64."""
-        self._drafters[self._key(plan)]()
+        self._drafters[*self._key(plan), plan.num_drafts]()
         return self._accepted[: len(plan.rows)].clone()
 
     def _leave_over(self, fields: dict[str, np.ndarray], num_seqs: int) -> None:

@@ -111,7 +111,9 @@ class Scheduler:
         num_preemptions = self.stats.num_preemptions
         decoding, behind = self._split_running()
         num_drafts = self._num_affordable(decoding, num_drafts)
-        self._plan_decode(decoding, num_drafts, scheduled)
+        # Where nobody has drafts yet they are made first and verified from the next step on.
+        num_verified = num_drafts if any(sequence.num_drafts for sequence in decoding) else 0
+        self._plan_decode(decoding, num_verified, scheduled)
         num_decode = len(scheduled)
         self._plan_chunks(behind, num_drafts, scheduled)
         if self.stats.num_preemptions > num_preemptions:

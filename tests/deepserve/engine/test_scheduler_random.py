@@ -69,7 +69,7 @@ def test_random_walk(name, asynchronous, num_drafts, seed):
         else:
             world.step()
     world.finish()
-    assert num_submitted > 80 and num_aborted > 20
+    assert num_submitted > 80 and num_aborted > 10
     preempts = world.scheduler.stats.num_preemptions
     assert preempts == 0 if name == "one row" else preempts > 5
     assert sorted(world.scheduler._free_rows) == list(range(world.config.max_num_seqs))
