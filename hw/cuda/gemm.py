@@ -15,7 +15,7 @@ from hw.api import ExpertRows, Matrix, Rows
 from hw.cuda.elementwise import spread_key
 from hw.cuda.layout import ALIGN_ROWS, masked_rows, whole
 from hw.cuda.quantize import quantize, quantize_masked
-from hw.cuda.rules import CUBLAS, CUTLASS, DEEP_GEMM, FEW_ROWS, GROUPED, LINEAR, MASKED, TAKES_FP8
+from hw.cuda.rules import CUTLASS, DEEP_GEMM, FEW_ROWS, GROUPED, LINEAR, MASKED, TAKES_FP8
 from hw.cuda.small_gemm import few_rows_linear, few_rows_masked
 from hw.cuda.triton_grouped import grouped_kernel
 from hw.cuda.upload import send
@@ -35,7 +35,7 @@ class GemmOps:
         return isinstance(weight, QuantTensor) and self._library(table, 1, dtype, weight) in TAKES_FP8
 
     def linear(self, x, weight):
-        library = self._library(LINEAR, x.shape[0], dense_dtype(x), weight) if isinstance(weight, QuantTensor) else CUBLAS
+        library = self._library(LINEAR, x.shape[0], dense_dtype(x), weight)
         if library not in TAKES_FP8:
             return torch.nn.functional.linear(*_both_dense(x, weight))
         if library == FEW_ROWS:

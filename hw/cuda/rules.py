@@ -16,8 +16,8 @@ DEEP_EP, NCCL = "DeepEP", "NCCL"
 
 # What FlashMLA's dense decode is compiled for.
 FLASH_LATENT, FLASH_ROPE, FLASH_PAGE = 512, 64, 64
-# Most blocks of 16 queries times heads, and most tokens where a sequence has several such blocks, for which our kernel beats FlashMLA's.
-FEW_QUERIES, FEW_QUERIES_CONTEXT = 8, 8192
+# Most sequences, and most queries times heads of each, for which our kernel beats FlashMLA's.
+FEW_SEQUENCES, FEW_QUERIES = 8, 16
 # Elements of an expert's matrix from which DeepGEMM's masked bf16 product is worth compiling.
 LARGE_WEIGHT = 1 << 20
 # Most rows for which kernels of ours that read the weight at full speed beat DeepGEMM's: of `linear`, and of each expert. The first number
@@ -69,10 +69,9 @@ def _flash_mla(shape: Decode) -> str | None:
     ):
         if value != wanted:
             return f"{name} {value}, it takes {wanted}"
-    # It works on 64 queries times heads at a time and takes a while to begin; many heads make up for that, and so do long contexts.
-    blocks = shape.num_seqs * -(-shape.query_len * shape.num_heads // 16)
-    if blocks <= FEW_QUERIES and (blocks == shape.num_seqs or shape.max_seq_len <= FEW_QUERIES_CONTEXT):
-        return f"at most {16 * FEW_QUERIES} queries times heads, for which it is slower"
+    # It works on 64 queries times heads of a sequence at a time, and takes a while to begin.
+    if shape.num_seqs <= FEW_SEQUENCES and shape.query_len * shape.num_heads <= FEW_QUERIES:
+        return f"at most {FEW_SEQUENCES} sequences of at most {FEW_QUERIES} queries times heads, for which it is slower"
     return None
 
 
@@ -90,7 +89,7 @@ def _deep_gemm_fp8(shape: Product) -> str | None:
 
 def _few_rows_linear(shape: Product) -> str | None:
     most = FEW_ROWS_LINEAR
-    return _deep_gemm_fp8(shape) or (f"{shape.rows} rows, more than {most}" if shape.rows > most else None)
+    return _deep_gemm_fp8(shape) or (f"more than {most} rows" if shape.rows > most else None)
 
 
 def _few_rows_masked(shape: Product) -> str | None:
@@ -100,7 +99,7 @@ def _few_rows_masked(shape: Product) -> str | None:
     else:
         reason = _deep_gemm_masked(shape)
         most = max(FEW_ROWS_EXPERT, min(8 * FEW_ROWS_EXPERT, 2 * (shape.experts or 1)))
-    return reason or (f"{shape.rows} rows an expert, more than {most}" if shape.rows > most else None)
+    return reason or (f"more than {most} rows an expert" if shape.rows > most else None)
 
 
 def _deep_gemm_masked(shape: Product) -> str | None:

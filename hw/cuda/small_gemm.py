@@ -14,12 +14,13 @@ _LEAST_BLOCKS = 4  # of 128 channels in one of its splits
 
 
 def few_rows_linear(x: QuantTensor, weight: QuantTensor) -> torch.Tensor:
-    """x `[T, K]`, at most 16 rows as `hw.cuda.layout.quantized_rows` lays them out, weight `[N, K]` in blocks of 128; `[T, N]` bf16."""
+    """`x @ weight.T`, `[T, N]` bf16: x `[T, K]`, at most 16 rows, best as `hw.cuda.layout.quantized_rows` lays them, weight `[N, K]`."""
     num_rows, (outer, inner) = x.shape[0], weight.shape
     out = torch.empty((num_rows, outer), dtype=torch.bfloat16, device=x.data.device)
     if num_rows <= WARPS_CUT_K_MOST_ROWS:
-        _warps_cut_k(x.data[None], x.scale[None], weight.data[None], weight.scale.float()[None], out[None], None, 8 if inner >= 4096 else 4)
-    elif num_rows:
+        split = 8 if inner >= 4096 else 4
+        _warps_cut_k(x.data[None], x.scale[None], weight.data[None], weight.scale.float()[None], out[None], None, split)
+    else:
         _programs_cut_k(x, weight, out)
     return out
 
@@ -29,18 +30,19 @@ def few_rows_masked(x: torch.Tensor | QuantTensor, weight: torch.Tensor | QuantT
     if isinstance(x, QuantTensor):
         _warps_cut_k(x.data, x.scale, weight.data, weight.scale.float(), out, counts, 4)
     else:
-        x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+        x = x if _rows_follow(x) else x.contiguous()
         _warps_cut_k(x, None, weight, None, out, counts, 4)
 
 
 def _warps_cut_k(x, x_scale, weight, weight_scale, out, counts, split: int) -> None:
     num_experts, capacity, outer = out.shape
     inner = x.shape[2]
-    assert x.stride()[1:] == (inner, 1) and weight.is_contiguous() and out.stride()[1:] == (outer, 1), (x.stride(), weight.stride())
     if not out.numel():
         return
+    assert _rows_follow(x) and _rows_follow(out) and weight.is_contiguous(), (x.stride(), out.stride(), weight.stride())
     fp8 = x_scale is not None
-    assert not fp8 or x_scale.stride(1) == 1, x_scale.stride()
+    if fp8 and capacity > 1 and x_scale.stride(1) != 1:
+        x_scale = x_scale.mT.contiguous().mT
     block_t = min(16, triton.next_power_of_2(capacity))
     block_t = block_t if fp8 or block_t in (1, 16) else 8
     block_n, block_k = 16 if fp8 and block_t <= 4 else 32, 128 if fp8 else 64
@@ -53,6 +55,11 @@ def _warps_cut_k(x, x_scale, weight, weight_scale, out, counts, split: int) -> N
     )  # fmt: skip
 
 
+def _rows_follow(x: torch.Tensor) -> bool:
+    """Whether an expert's rows in `[E, T, K]` lie one after the other."""
+    return x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+
+
 def _programs_cut_k(x: QuantTensor, weight: QuantTensor, out: torch.Tensor) -> None:
     num_rows, (outer, inner) = x.shape[0], weight.shape
     block_n, num_blocks = 64, inner // 128
@@ -61,9 +68,10 @@ def _programs_cut_k(x: QuantTensor, weight: QuantTensor, out: torch.Tensor) -> N
     blocks_per_split = triton.cdiv(num_blocks, wanted)
     num_splits = triton.cdiv(num_blocks, blocks_per_split)
     part = out if num_splits == 1 else torch.empty((num_splits, num_rows, outer), device=out.device)
+    x_scale = x.scale if x.scale.stride(0) == 1 else x.scale.T.contiguous().T
     split_k_kernel[(tiles, 1, num_splits)](
-        x.data, x.scale, TensorDescriptor.from_tensor(weight.data, [block_n, 128]), weight.scale.float(), part, num_rows, outer, inner,
-        x.scale.stride(1), blocks_per_split, BLOCK_N=block_n, BLOCK_T=16, num_warps=4, num_stages=4, **early(out.device),
+        x.data, x_scale, TensorDescriptor.from_tensor(weight.data, [block_n, 128]), weight.scale.float(), part, num_rows, outer, inner,
+        x_scale.stride(1), blocks_per_split, BLOCK_N=block_n, BLOCK_T=16, num_warps=4, num_stages=4, **early(out.device),
     )  # fmt: skip
     if num_splits > 1:
         sum_splits(part, out)

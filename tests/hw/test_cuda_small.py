@@ -31,6 +31,9 @@ def test_fp8_products_of_few_rows(opened, outer: int, inner: int):
         x = normal(num_rows, inner, dtype=BF16)
         actual = opened.ops.linear(x.to(opened.runtime.device), there)
         assert_close(actual, quantized_product(x, w), tolerance(BF16), f"{num_rows} rows")
+        # Rows whose scales lie row by row.
+        again = opened.ops.linear(to_device(quantize_activation(x), opened.runtime.device), there)
+        assert_close(again, quantized_product(x, w), tolerance(BF16), f"{num_rows} rows, quantised elsewhere")
 
 
 @pytest.mark.parametrize("counts", [(1,), (0, 1, 0), (2, 0, 1, 3), (4, 4, 4), (8, 1, 0, 5, 7), (16, 3, 0)])
