@@ -27,7 +27,8 @@ class CudaRuntime:
         """peers: ranks whose work this one's waits for; a wait longer than their timeout raises PeerLost."""
         self.device, self._kernel_cache, self._peers = device, kernel_cache, peers
         self._side = torch.cuda.Stream(device)  # for `beside`
-        self._pool: tuple[int, int] | None = None  # memory that all graphs share; the first one captured must be the largest
+        # Its memory is what all graphs share, so it must be the largest; and it is kept, since memory goes with the last graph that has it.
+        self._first_graph: torch.cuda.CUDAGraph | None = None
 
     def memory(self) -> MemoryInfo:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -89,9 +90,10 @@ class CudaRuntime:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         # NCCL has threads of its own that look at events meanwhile; only what this one does is recorded.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        pool = None if self._first_graph is None else self._first_graph.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
-        self._pool = graph.pool()
+        self._first_graph = self._first_graph or graph
 
         def replay() -> T:
             graph.replay()

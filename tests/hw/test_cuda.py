@@ -274,10 +274,12 @@ def test_experts_that_are_elsewhere(opened, num_tokens: int, quantized: bool):
     form = Activation(to_device(x, device), to_device(quant, device) if quantized else None)
     step = ExpertStep(ExpertMode.THROUGHPUT, num_tokens)
     sent = comm.dispatch(form, topk.to(device), weights.to(device), step, num_here)
-    assert sent.layout.counts == [int((topk == e).sum()) for e in range(num_here)]
+    counts = [int((topk == e).sum()) for e in range(num_here)]
+    starts = ExpertRows(counts, sent.layout.align).starts
+    assert sent.counts.tolist() == counts and sent.layout.ends.tolist() == starts[1:]
     rows = dequantize(sent.x, BF16) if quantized else sent.x
     y = torch.full(rows.shape, torch.nan, dtype=BF16, device=device)
-    for e, (first, count) in enumerate(zip(sent.layout.starts, sent.layout.counts, strict=False)):
+    for e, (first, count) in enumerate(zip(starts, counts, strict=False)):
         y[first : first + count] = rows[first : first + count] * (e + 1)
     x = dequantize(quant, BF16) if quantized else x
     each = (x[:, None] * (topk + 1).to(BF16)[:, :, None]).float() * weights[:, :, None]
