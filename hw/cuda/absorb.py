@@ -3,7 +3,6 @@
 import torch
 import triton
 
-from hw.cuda.early import early
 from hw.cuda.layout import GROUP, quantized_rows
 from hw.cuda.quantize import quantize
 from hw.cuda.rules import ABSORB, TRITON, UNABSORB, Absorb
@@ -31,7 +30,7 @@ class AbsorbOps:
         absorb_query_kernel[grid](
             q, w_uk, positions, table, out, num_tokens, q.stride(0), q.stride(1), w_uk.stride(0), w_uk.stride(1), out.stride(0),
             out.stride(1), nope, latent, half, BLOCK_M=block_m, BLOCK_K=max(16, triton.next_power_of_2(nope)), BLOCK_N=block_n, TILES=tiles,
-            BLOCK_HALF=triton.next_power_of_2(half), NUM_STAGES=4, num_warps=4, **early(q.device),
+            BLOCK_HALF=triton.next_power_of_2(half), NUM_STAGES=4, num_warps=4,
         )  # fmt: skip
         return out
 
@@ -53,6 +52,6 @@ class AbsorbOps:
                 out, w_uv, data, None if rows is None else rows.scale, num_tokens, out.stride(0), out.stride(1), w_uv.stride(0),
                 w_uv.stride(1), data.stride(0), 0 if rows is None else rows.scale.stride(1), value, latent,
                 QUANT=quant, BLOCK_M=block_m, BLOCK_K=128 if block_m == 16 else 64, BLOCK_N=max(16, triton.next_power_of_2(value)),
-                NUM_STAGES=3, num_warps=8 if block_m == 128 else 4, **early(out.device),
+                NUM_STAGES=3, num_warps=8 if block_m == 128 else 4,
             )  # fmt: skip
         return data if rows is None else rows

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from hw.cuda.early import wait_for_inputs
 from hw.cuda.triton_quantize import quantized
 
 
@@ -30,13 +29,12 @@ def absorb_query_kernel(
     q_ptr, w_ptr, positions_ptr, table_ptr, out_ptr, num_tokens, q_stride, q_head_stride, w_head_stride, w_stride, out_stride,
     out_head_stride, nope, latent, half,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens, groups of TILES latent tiles and one program for the rotation, heads).
 
     q `[T, H, nope + rope]`, w `[H, nope, latent]`, out `[T, H, latent + rope]`, everything contiguous in its last dim.
     """
-    wait_for_inputs(EARLY)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     row_ok = rows < num_tokens
     group, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -63,13 +61,11 @@ def absorb_query_kernel(
 def unabsorb_kernel(
     x_ptr, w_ptr, out_ptr, scale_ptr, num_tokens, x_stride, x_head_stride, w_head_stride, w_stride, out_stride, scale_stride, value, latent,
     QUANT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens, heads). x `[T, H, latent]`, w `[H, value, latent]`, out `[T, H * value]`, contiguous in their last dims.
 
     QUANT: a head is one group of 128 channels; out is e4m3 and scales `[H, scale_stride]`, rounded first to x's dtype, as `hw.quant` does.
     """
-    wait_for_inputs(EARLY)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     row_ok = rows < num_tokens
     head = tl.program_id(1).to(tl.int64)
