@@ -153,7 +153,7 @@ V3_WIDTHS = {
     **MINIMAL,
     "hidden_size": 7168,
     "vocab_size": 4096,
-    "intermediate_size": 4608,
+    "intermediate_size": 18432,
     "num_attention_heads": 128,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
@@ -179,7 +179,7 @@ def compare_layers(device: str, folder: Path, config: dict, **args) -> tuple[int
     """
     (folder / "config.json").write_text(json.dumps(config))
     draw = random.Random(0)
-    prompts = [[draw.randrange(2, 4096) for _ in range(length)] for length in (1, 20, 64, 65, 130)]
+    prompts = [[draw.randrange(2, 4096) for _ in range(length)] for length in (1, 20, 64, 65, 100)]
     requests = [
         Request(prompt, {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0})
         for prompt in prompts
