@@ -1,6 +1,7 @@
 """The folder in which compiled kernels outlast the process: `deep_gemm/`, with a note of what has been compiled ahead, and `triton/`.
 
-It holds no paths of its own machine: a copy serves on any machine with the same GPU, libraries and compiler.
+A copy serves on another machine with the same GPU and compiler and the libraries in the same place: DeepGEMM makes the name of a kernel
+from, among others, the path of its own header files.
 """
 
 import fcntl
