@@ -47,7 +47,6 @@ def open_cuda(
     # Sums run in fp32 whatever the model dtype: no bf16 partial sums where cuBLAS splits K. (TF32 is off unless someone asks for it.)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     flash_mla, deep_gemm = _libraries()
-    deep_gemm.set_pdl(True)  # its kernels are set up early too, see hw/cuda/early.py
     card = torch.cuda.get_device_properties()
     versions = (torch.__version__, torch.version.cuda, triton.__version__, deep_gemm.__version__)
     kernel_cache = KernelCache(kernel_cache_dir, (card.name, card.multi_processor_count, *versions))
