@@ -10,6 +10,9 @@ from hw.weights import expert, rows
 
 # Most fp32 scores that one attention product may hold, in elements; bounds memory whatever the lengths.
 _SCORE_TILE = 1 << 24
+# In bf16 a product takes 16 us however small it is. Up to these rows of an expert, and bytes of all experts' weights, one product over all
+# experts, the idle ones too, takes less than one for each that is not.
+_FEW_ROWS, _SMALL_EXPERTS = 64, 4 << 20
 
 
 class CpuOps(ReferenceOps):
@@ -92,8 +95,10 @@ class CpuOps(ReferenceOps):
         return out
 
     def grouped_linear_masked(self, x: Rows, weight, counts, expected=None):
-        out = torch.zeros(*x.shape[:2], num_outputs(weight), dtype=_dense_dtype(x))
         dense = self.rows_by_library and isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+        if dense and x.dtype == torch.bfloat16 and x.shape[1] <= _FEW_ROWS and weight.nbytes <= _SMALL_EXPERTS:
+            return torch.bmm(x, weight.mT)
+        out = torch.zeros(*x.shape[:2], num_outputs(weight), dtype=_dense_dtype(x))
         for e, count in enumerate(counts.tolist()):
             if count and dense:  # a decode step has dozens of these, of a row or two: what surrounds a product costs as much as it does
                 torch.mm(x[e, :count], weight[e].T, out=out[e, :count])
