@@ -7,7 +7,6 @@ import triton
 
 from hw.api import LatentDims
 from hw.cuda.decode import triton_decode
-from hw.cuda.early import early
 from hw.cuda.layout import quantized_rows
 from hw.cuda.rules import DECODE, FLASH_LATENT, FLASH_MLA
 from hw.cuda.triton_elementwise import latent_gather_kernel, latent_write_kernel
@@ -40,7 +39,7 @@ class AttentionOps:
                 down, q_norm, kv_norm, positions, table, slots, cache, data, scale, latent, key,
                 down.stride(0), 0 if scale is None else scale.stride(1), q_rank, rank, half, eps,
                 HAS_Q=q is not None, QUANT=scale is not None, BLOCK_Q=triton.next_power_of_2(max(1, q_rank)),
-                BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(half), **early(down.device),
+                BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(half),
             )  # fmt: skip
         return q, latent, key
 

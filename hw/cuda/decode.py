@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from hw.cuda.early import early
 from hw.cuda.triton_decode import decode_kernel, join_splits_kernel
 
 _PROGRAMS = 132  # one for each multiprocessor of an H200
@@ -54,13 +53,12 @@ def triton_decode(q, cache, page_table, seq_lens, max_seq_len: int, latent: int,
         q, cache, page_table, seq_lens, parts, part_lse, q.stride(0), q.stride(1), q.stride(2), page_table.stride(0),
         num_heads, num_rows, query_len, page_size, latent, rope, scale, num_splits,
         BLOCK_M=cut.rows, BLOCK_N=cut.tokens, BLOCK_L=block_l, BLOCK_R=block_r, EXACT=(block_l, block_r) == (latent, rope),
-        ONE_PAGE=page_size % cut.tokens == 0, SPLIT=num_splits > 1, num_warps=cut.num_warps, num_stages=cut.num_stages, **early(q.device),
+        ONE_PAGE=page_size % cut.tokens == 0, SPLIT=num_splits > 1, num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         block_splits = triton.next_power_of_2(num_splits)
         block = min(block_l, max(32, _JOIN // block_splits))
         join_splits_kernel[(num_seqs * num_rows, triton.cdiv(latent, block))](
             parts, part_lse, out, lse, num_seqs * num_rows, latent, num_splits, BLOCK_SPLITS=block_splits, BLOCK_L=block,
-            **early(q.device),
         )  # fmt: skip
     return out, lse

@@ -4,7 +4,6 @@ import torch
 import triton
 
 from hw.api import Activation
-from hw.cuda.early import early
 from hw.cuda.layout import masked_rows, quantized_masked_rows, quantized_rows
 from hw.cuda.triton_elementwise import rms_norm_kernel, rope_kernel, silu_mul_kernel, spread_key_kernel
 
@@ -56,7 +55,7 @@ class ElementwiseOps:
         rms_norm_kernel[(num_rows,)](
             x, residual, weight, forms.dense, data, scale, total, *strides, width, eps,
             HAS_RESIDUAL=residual is not None, DENSE=forms.dense is not None, QUANT=forms.quant is not None,
-            BLOCK=block, num_warps=num_warps(block), **early(x.device),
+            BLOCK=block, num_warps=num_warps(block),
         )  # fmt: skip
 
     def rope(self, x, positions, table, out=None):
@@ -71,7 +70,7 @@ class ElementwiseOps:
         grid = (num_tokens, triton.cdiv(num_heads, heads))
         rope_kernel[grid](
             x, positions, table, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), num_heads, dim // 2,
-            BLOCK_HEADS=heads, BLOCK_HALF=half, **early(x.device),
+            BLOCK_HEADS=heads, BLOCK_HALF=half,
         )  # fmt: skip
         return out
 
@@ -92,6 +91,6 @@ class ElementwiseOps:
         block = min(2048, triton.next_power_of_2(inner))
         silu_mul_kernel[(num_experts * capacity, triton.cdiv(inner, block))](
             x, data, scale, counts, inner, capacity, *strides,
-            HAS_COUNTS=counts is not None, QUANT=quant, BLOCK=block, num_warps=num_warps(block), **early(x.device),
+            HAS_COUNTS=counts is not None, QUANT=quant, BLOCK=block, num_warps=num_warps(block),
         )  # fmt: skip
         return out

@@ -10,7 +10,6 @@ import torch
 import triton
 
 from hw.api import Activation, Dispatched, ExpertMode, ExpertRows, ExpertStep, Rows
-from hw.cuda.early import early
 from hw.cuda.layout import ALIGN_ROWS, masked_rows, quantized_masked_rows, quantized_rows
 from hw.cuda.triton_dispatch import combine_kernel, count_kernel, place_kernel, scatter_rows_kernel
 from hw.quant import QuantTensor
@@ -107,7 +106,7 @@ def combine_rows(y: torch.Tensor, home: torch.Tensor, topk_weight: torch.Tensor,
         block = min(_COLUMNS, triton.next_power_of_2(width))
         combine_kernel[(num_tokens, triton.cdiv(width, block))](
             y, home, topk_weight, shared, out, y.shape[-2], y.stride(0), width, TOP_K=top_k, HAS_SHARED=shared is not None,
-                BLOCK=block, **early(y.device),
+                BLOCK=block,
         )  # fmt: skip
     return out
 
@@ -147,5 +146,5 @@ def _scatter(
         data, x.scale if quant else None, topk_phy, home, out_data, out.scale if quant else None, experts, counts,
         data.stride(0), *(x.scale.stride() if quant else (0, 0)), num_rows, out_data.shape[-2], *strides, width,
         TOP_K=topk_phy.shape[1], PLACE=place, QUANT=quant, HAS_EXPERTS=experts is not None,
-        BLOCK=min(8192, max(128, triton.next_power_of_2(width))), num_warps=4, **early(home.device),
+        BLOCK=min(8192, max(128, triton.next_power_of_2(width))), num_warps=4,
     )  # fmt: skip

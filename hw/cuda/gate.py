@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from hw.api import GateRule, Replicas
-from hw.cuda.early import early, wait_for_inputs
 from hw.cuda.small_gemm import sum_splits
 from hw.cuda.triton_gate_product import gate_product_kernel, gate_row_kernel
 
@@ -26,9 +25,7 @@ def _gate_kernel(
     logits_ptr, bias_ptr, slots_ptr, counts_ptr, idx_ptr, phy_ptr, weight_ptr, num_experts, group_size, scaling, max_replicas,
     TOP_K: tl.constexpr, K_BLOCK: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, TOP2_SUM: tl.constexpr, NORMALIZE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
     real = ids < num_experts
@@ -90,7 +87,7 @@ class GateOps:
         out = torch.empty((num_rows, num_experts), device=x.device)
         if num_rows == 1 and inner <= _MOST_AT_ONCE:
             gate_row_kernel[(num_experts, 1)](
-                x, weight, out, num_experts, inner, x.stride(0), BLOCK_K=triton.next_power_of_2(inner), num_warps=4, **early(x.device)
+                x, weight, out, num_experts, inner, x.stride(0), BLOCK_K=triton.next_power_of_2(inner), num_warps=4
             )  # fmt: skip
         elif num_rows:
             _gate_product(x, weight, out)
@@ -110,7 +107,7 @@ class GateOps:
             TOP_K=rule.top_k, K_BLOCK=triton.next_power_of_2(rule.top_k), NUM_GROUPS=rule.num_groups, TOPK_GROUPS=rule.topk_groups,
             GROUP_BLOCK=triton.next_power_of_2(rule.num_groups), BLOCK=triton.next_power_of_2(num_experts),
             SIGMOID=rule.scoring == "sigmoid", HAS_BIAS=bias is not None, TOP2_SUM=rule.group_score == "top2_sum",
-            NORMALIZE=rule.normalize, **early(logits.device),
+            NORMALIZE=rule.normalize,
         )  # fmt: skip
         return idx, phy, weight
 
@@ -124,7 +121,7 @@ def _gate_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> N
     part = out if num_splits == 1 else torch.empty((num_splits, *out.shape), device=out.device)
     gate_product_kernel[(tiles_e, tiles_t, num_splits)](
         x, weight, part, num_rows, num_experts, inner, x.stride(0), blocks_per_split,
-        BLOCK_E=block_e, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, num_warps=4, num_stages=3, **early(x.device),
+        BLOCK_E=block_e, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, num_warps=4, num_stages=3,
     )  # fmt: skip
     if num_splits > 1:
         sum_splits(part, out)

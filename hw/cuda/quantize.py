@@ -3,7 +3,6 @@
 import torch
 import triton
 
-from hw.cuda.early import early
 from hw.cuda.layout import GROUP, quantized_masked_rows, quantized_rows
 from hw.cuda.triton_quantize import quantize_kernel
 from hw.quant import QuantTensor
@@ -33,5 +32,5 @@ def _launch(x: torch.Tensor, counts: torch.Tensor | None, data: torch.Tensor, sc
     num_groups = inner // GROUP
     quantize_kernel[(num_experts * capacity, triton.cdiv(num_groups, _GROUPS))](
         x, counts, data, scale, x.stride(0), x.stride(1), capacity, data.stride(0) // inner, scale.stride(2), num_groups,
-        HAS_COUNTS=counts is not None, GROUPS=_GROUPS, **early(x.device),
+        HAS_COUNTS=counts is not None, GROUPS=_GROUPS,
     )  # fmt: skip

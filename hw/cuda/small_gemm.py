@@ -4,7 +4,6 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hw.cuda.early import early
 from hw.cuda.rules import WARPS_CUT_K_MOST_ROWS
 from hw.cuda.triton_small_gemm import few_rows_kernel, split_k_kernel, sum_splits_kernel
 from hw.quant import QuantTensor
@@ -51,7 +50,7 @@ def _warps_cut_k(x, x_scale, weight, weight_scale, out, counts, split: int) -> N
         x, x_scale, weight, weight_scale, out, counts, capacity, outer, inner, x.stride(0), x_scale.stride(0) if fp8 else 0,
         x_scale.stride(2) if fp8 else 0, out.stride(0),
         MASKED=counts is not None, SCALED=fp8, EVEN=inner % (split * block_k) == 0, SPLIT=split, BLOCK_N=block_n, BLOCK_T=block_t,
-        BLOCK_K=block_k, num_warps=split, num_stages=3, **early(out.device),
+        BLOCK_K=block_k, num_warps=split, num_stages=3,
     )  # fmt: skip
 
 
@@ -71,7 +70,7 @@ def _programs_cut_k(x: QuantTensor, weight: QuantTensor, out: torch.Tensor) -> N
     x_scale = x.scale if x.scale.stride(0) == 1 else x.scale.T.contiguous().T
     split_k_kernel[(tiles, 1, num_splits)](
         x.data, x_scale, TensorDescriptor.from_tensor(weight.data, [block_n, 128]), weight.scale.float(), part, num_rows, outer, inner,
-        x_scale.stride(1), blocks_per_split, BLOCK_N=block_n, BLOCK_T=16, num_warps=4, num_stages=4, **early(out.device),
+        x_scale.stride(1), blocks_per_split, BLOCK_N=block_n, BLOCK_T=16, num_warps=4, num_stages=4,
     )  # fmt: skip
     if num_splits > 1:
         sum_splits(part, out)
@@ -81,5 +80,5 @@ def sum_splits(part: torch.Tensor, out: torch.Tensor) -> None:
     """`out[...] = part.sum(0)` in the order of the splits: part `[splits, ...]` fp32, both contiguous."""
     num_splits, size = part.shape[0], out.numel()
     sum_splits_kernel[(triton.cdiv(size, 256),)](
-        part, out, size, num_splits, SPLITS=triton.next_power_of_2(num_splits), BLOCK=256, num_warps=2, **early(out.device)
+        part, out, size, num_splits, SPLITS=triton.next_power_of_2(num_splits), BLOCK=256, num_warps=2
     )  # fmt: skip

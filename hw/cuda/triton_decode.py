@@ -11,8 +11,6 @@ A split that a short sequence does not reach writes its lse alone, -inf, and the
 import triton
 import triton.language as tl
 
-from hw.cuda.early import wait_for_inputs
-
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -43,13 +41,12 @@ def decode_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr, q_batch_stride, q_token_stride, q_head_stride, table_stride,
     num_heads, num_rows, query_len, page_size, latent, rope, scale, num_splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, EXACT: tl.constexpr,
-    ONE_PAGE: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    ONE_PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of rows, splits, sequences). out `[splits, B, rows, L]`, lse `[splits, B, rows]`; cache contiguous.
 
     EXACT: the latent fills BLOCK_L and the rope BLOCK_R. ONE_PAGE: a tile of keys lies in one page. SPLIT: there is more than one split.
     """
-    wait_for_inputs(EARLY)
     split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = rows < num_rows
@@ -98,10 +95,9 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def join_splits_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, num_rows, latent, num_splits,
-    BLOCK_SPLITS: tl.constexpr, BLOCK_L: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * rows, blocks of columns). part `[splits, B * rows, L]` and part_lse `[splits, B * rows]` -> out `[B * rows, L]`, lse."""
-    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
     col_ok = cols < latent

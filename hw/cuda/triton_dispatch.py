@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from hw.cuda.early import wait_for_inputs
-
 
 # Arguments that are not specialised change from step to step: the kernels are compiled once for all of them.
 @triton.jit(do_not_specialize=["num_rows"])
@@ -54,14 +52,13 @@ def _num_before(topk_ptr, end, expert, BLOCK: tl.constexpr):
 def scatter_rows_kernel(
     x_ptr, scale_ptr, topk_ptr, home_ptr, out_ptr, out_scale_ptr, experts_ptr, counts_ptr, x_stride, scale_stride,
     group_stride, num_rows, capacity, expert_stride, scale_expert_stride, out_scale_stride, width,
-    TOP_K: tl.constexpr, PLACE: tl.constexpr, QUANT: tl.constexpr, HAS_EXPERTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, PLACE: tl.constexpr, QUANT: tl.constexpr, HAS_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy a token's row, and its scales, to its homes. HAS_EXPERTS: note each copied row's expert.
 
     A home is `expert * capacity + row`; an expert of -1 has none. Grid (tokens,) if homes are given. PLACE: grid (tokens * top-k +
     experts,); a program finds one home, with rows in the order of the batch, and stores it; those beyond the rows count them.
     """
-    wait_for_inputs(EARLY)
     COPIES: tl.constexpr = 1 if PLACE else TOP_K
     row = tl.program_id(0) * COPIES
     if PLACE:  # noqa: SIM102  (these are the compiler's)
@@ -94,13 +91,12 @@ def scatter_rows_kernel(
 @triton.jit(do_not_specialize=["capacity"])
 def combine_kernel(
     y_ptr, home_ptr, weight_ptr, shared_ptr, out_ptr, capacity, expert_stride, width,
-    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of columns). The reduction rule: weight * row in top-k order in fp32, then the shared experts' row.
 
     A home of -1 brings nothing.
     """
-    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width

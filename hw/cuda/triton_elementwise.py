@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from hw.cuda.early import wait_for_inputs
 from hw.cuda.triton_quantize import store_quantized
 
 
@@ -19,10 +18,9 @@ def normed_row(x, weight, width, eps):
 @triton.jit(do_not_specialize=["scale_stride"])
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, data_ptr, scale_ptr, sum_ptr, x_stride, residual_stride, scale_stride, width, eps,
-    HAS_RESIDUAL: tl.constexpr, DENSE: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, DENSE: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,). With a residual the sum is rounded to the model dtype, stored and normed. Stores the norm dense, quantised or both."""
-    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
@@ -51,10 +49,9 @@ def rotated(x_ptr, table_ptr, pairs, half, mask):
 @triton.jit
 def rope_kernel(
     x_ptr, positions_ptr, table_ptr, out_ptr, token_stride, head_stride, out_token_stride, out_head_stride, num_heads, half,
-    EARLY: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of heads). A program reads all that it writes before it writes, so out may be x."""
-    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
@@ -72,10 +69,9 @@ def rope_kernel(
 @triton.jit(do_not_specialize=["capacity", "scale_expert_stride", "scale_stride"])
 def silu_mul_kernel(
     x_ptr, out_ptr, scale_ptr, counts_ptr, inner, capacity, x_expert_stride, x_stride, out_expert_stride, scale_expert_stride, scale_stride,
-    HAS_COUNTS: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (experts * capacity, blocks of columns); x `[E, capacity, 2 * inner]`, gate first; rows beyond `counts[e]` are skipped."""
-    wait_for_inputs(EARLY)
     expert, row = tl.program_id(0).to(tl.int64) // capacity, tl.program_id(0) % capacity
     if HAS_COUNTS:  # noqa: SIM102  (this one is the compiler's)
         if row >= tl.load(counts_ptr + expert):
@@ -101,7 +97,7 @@ def silu_mul_kernel(
 def latent_write_kernel(
     down_ptr, q_weight_ptr, weight_ptr, positions_ptr, table_ptr, slots_ptr, cache_ptr, q_ptr, q_scale_ptr, latent_ptr, key_ptr,
     stride, scale_stride, q_rank, rank, half, eps,
-    HAS_Q: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr,
+    HAS_Q: tl.constexpr, QUANT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, 2 with a query's latent, else 1).
@@ -109,7 +105,6 @@ def latent_write_kernel(
     Program 0 norms the keys' latent, rotates the key, and stores them three times: latent, key, and both in the cache, which is contiguous,
     at the token's slot. Program 1 norms the query's latent, and quantises it if QUANT.
     """
-    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     if HAS_Q:  # noqa: SIM102  (this one is the compiler's)
         if tl.program_id(1) == 1:

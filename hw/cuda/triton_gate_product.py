@@ -7,16 +7,13 @@ matrix units give each product exactly, and their sums are kept in fp32.
 import triton
 import triton.language as tl
 
-from hw.cuda.early import wait_for_inputs
-
 
 @triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])
 def gate_product_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, num_experts, inner, x_stride, blocks_per_split,
-    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of experts, tiles of rows, splits of K). x `[T, K]` bf16, weight `[E, K]` contiguous, out `[splits, T, E]`."""
-    wait_for_inputs(EARLY)
     e, t = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)
     e_ok, t_ok = e < num_experts, t < num_rows
@@ -42,10 +39,9 @@ def gate_product_kernel(
 
 @triton.jit
 def gate_row_kernel(
-    x_ptr, weight_ptr, out_ptr, num_experts, inner, x_stride, BLOCK_K: tl.constexpr, EARLY: tl.constexpr
+    x_ptr, weight_ptr, out_ptr, num_experts, inner, x_stride, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Grid (experts, rows): one logit, all of K at once."""
-    wait_for_inputs(EARLY)
     e, t, k = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_K)
     ok = k < inner
     w = tl.load(weight_ptr + e * inner + k, ok, other=0.0)

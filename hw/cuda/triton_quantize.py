@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from hw.cuda.early import wait_for_inputs
-
 
 @triton.jit
 def quantized(x):
@@ -29,13 +27,12 @@ def store_quantized(x, data_ptr, scale_ptr, scale_stride, width, BLOCK: tl.const
 @triton.jit(do_not_specialize=["capacity", "data_rows", "scale_stride"])
 def quantize_kernel(
     x_ptr, counts_ptr, data_ptr, scale_ptr, x_expert_stride, x_stride, capacity, data_rows, scale_stride, num_groups,
-    HAS_COUNTS: tl.constexpr, EARLY: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks of groups). x has `capacity` rows to an expert, data `data_rows`; rows of expert e beyond `counts[e]` are skipped.
 
     Scales lie column by column, `[experts, num_groups, scale_stride]`.
     """
-    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     expert, local = row // capacity, row % capacity
     if HAS_COUNTS:  # noqa: SIM102  (this one is the compiler's)

@@ -11,8 +11,6 @@ are summed first, then scaled, then added in fp32.
 import triton
 import triton.language as tl
 
-from hw.cuda.early import wait_for_inputs
-
 
 @triton.jit
 def _scales(ws_ptr, xs_ptr, block, num_blocks, first_row, num_rows, xs_stride, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr):
@@ -29,14 +27,13 @@ def few_rows_kernel(
     x_ptr, xs_ptr, weight_ptr, ws_ptr, out_ptr, counts_ptr, num_rows, outer, inner, x_expert_stride, xs_expert_stride, xs_stride,
     out_expert_stride,
     MASKED: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of weight rows, tiles of rows, experts). x and out rows contiguous, weight `[E, outer, inner]` contiguous.
 
     masked: expert e has `counts[e]` rows, at most `num_rows`. SCALED: FP8, BLOCK_K 128. SPLIT warps take BLOCK_K channels each at a time;
     EVEN: no block of channels is left over. BLOCK_N divides 128.
     """
-    wait_for_inputs(EARLY)
     first = tl.program_id(1) * BLOCK_T
     expert = tl.program_id(2).to(tl.int64)
     if MASKED:
@@ -81,13 +78,12 @@ def few_rows_kernel(
 @triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])
 def split_k_kernel(
     x_ptr, xs_ptr, weight, ws_ptr, out_ptr, num_rows, outer, inner, xs_stride, blocks_per_split,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of weight rows, tiles of rows, splits). weight: descriptor of `[outer, inner]` e4m3 in boxes `[BLOCK_N, 128]`.
 
     x `[num_rows, inner]` contiguous; out `[splits, num_rows, outer]`, fp32 if there are several splits. BLOCK_N divides 128.
     """
-    wait_for_inputs(EARLY)
     first_n, first_t = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T
     num_blocks = inner // 128
     low = tl.program_id(2) * blocks_per_split
@@ -111,9 +107,8 @@ def split_k_kernel(
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def sum_splits_kernel(part_ptr, out_ptr, size, num_splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def sum_splits_kernel(part_ptr, out_ptr, size, num_splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (blocks of elements,). part `[num_splits, size]` fp32 -> out `[size]`, in the order of the splits."""
-    wait_for_inputs(EARLY)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, SPLITS)
     part = tl.load(
