@@ -120,7 +120,8 @@ def measure(stepper: Stepper, num_seqs: int, args: argparse.Namespace) -> dict:
     after = engine.load()
     kept = (after.num_generated_tokens - before.num_generated_tokens) / (args.steps * num_seqs)
     stood = (after.num_accepted_tokens - before.num_accepted_tokens) / max(1, after.num_draft_tokens - before.num_draft_tokens)
-    inside = look_inside(stepper) if args.breakdown else {}
+    looked = args.breakdown is not None and (not args.breakdown or num_seqs in args.breakdown)
+    inside = look_inside(stepper) if looked else {}
     engine.abort([f"{num_seqs}-{i}" for i in range(num_seqs)])
     engine.collect()
     engine.pages.forget_cached()
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--mtp", type=int, default=0, help="drafts a step")
     parser.add_argument("--acceptance", type=float, default=0.8, help="share of drafts that are made to stand")
     parser.add_argument("--device", default="cuda", help="cpu only rehearses, with few --layers")
-    parser.add_argument("--breakdown", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--breakdown", type=int, nargs="*", metavar="SEQS", help="where a step's time goes, at these sizes or at all")
     parser.add_argument("--json")
     args = parser.parse_args()
     run_ranks(ParallelConfig(dp=args.dp), run, args)

@@ -185,6 +185,7 @@ async def gone(client: EngineClient):
 def context():
     """Of sockets that a test opens itself; they end with it, however it ends."""
     made = zmq.Context()
+    made.linger = 0  # of its sockets: one that nobody refers to any more closes by itself, and would wait for whom it never reached
     yield made
     made.destroy(linger=0)
 
