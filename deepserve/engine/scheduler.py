@@ -123,6 +123,10 @@ class Scheduler:
             admitted = self._admit(scheduled)
         if not scheduled:
             return None
+        if not num_verified:  # who comes in one token behind, after a prefix hit, decodes like any other
+            late = [s for s in admitted if s.num_expected - s.num_started == 1 and s.params.max_tokens]
+            scheduled = dict.fromkeys((*list(scheduled)[:num_decode], *late), 1) | scheduled
+            num_decode += len(late)
         return self._compose(scheduled, admitted, num_decode, num_drafts)
 
     def discard(self) -> None:
