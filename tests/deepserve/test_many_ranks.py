@@ -145,7 +145,13 @@ def invariant_answers(llm_of: Callable[..., LLM]) -> Callable[[str], dict]:
     return get
 
 
-@pytest.mark.parametrize("layout", [layout for layout in INVARIANT_LAYOUTS if layout != "one rank"])
+LONG_LAYOUTS = ("tp2 dp2 with drafts",)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_LAYOUTS)) for name in INVARIANT_LAYOUTS if name != "one rank"],
+)
 def test_batch_invariant_results_are_bitwise_the_same_at_any_layout(
     llm_of: Callable[..., LLM], invariant_answers: Callable[[str], dict], layout: str
 ):
