@@ -9,6 +9,7 @@ k has been the best.
 from dataclasses import dataclass, field
 
 MIN_SAMPLES = 3  # measured steps before a cost counts
+NEAR = 2  # doublings of the number of sequences over which costs by k are taken to keep their proportions until they are measured
 PROBE_EVERY, PROBE_SELDOM = 32, 256  # steps between turns of another k, at first and in the end
 PROBE_STEPS = 2  # of one turn: drafts of the first are verified in the second
 COST_WEIGHT = 0.1  # of a new measurement
@@ -81,10 +82,18 @@ class DraftSchedule:
         if not self.adaptive or not self.max_drafts:
             return self.max_drafts
         load = self._load(num_seqs)
-        for num_drafts in range(self.max_drafts, -1, -1):
-            if load.num_samples[num_drafts] < MIN_SAMPLES:
-                return num_drafts
-        best = max(range(self.max_drafts + 1), key=lambda k: self.tokens_per_step(k) / load.costs[k])
+        guide = self._guide(num_seqs.bit_length())
+        known = [k for k, num in enumerate(load.num_samples) if num >= MIN_SAMPLES]
+        if guide is None or not known:
+            tried = range(self.max_drafts, -1, -1) if guide is None else [guide.best]
+            for num_drafts in tried:
+                if num_drafts not in known:
+                    return num_drafts
+        costs = load.costs
+        if guide is not None:
+            scale = costs[known[-1]] / guide.costs[known[-1]]
+            costs = [costs[k] if k in known else guide.costs[k] * scale for k in range(self.max_drafts + 1)]
+        best = max(range(self.max_drafts + 1), key=lambda k: self.tokens_per_step(k) / costs[k])
         if best != load.best:
             load.best, load.interval = best, PROBE_EVERY
             load.wait = min(load.wait, PROBE_EVERY)
@@ -99,6 +108,11 @@ class DraftSchedule:
             load.interval = min(2 * load.interval, PROBE_SELDOM)
             load.wait = load.interval
         return probed
+
+    def _guide(self, size: int) -> _Load | None:
+        """The nearest load whose costs are all measured, if one is near."""
+        complete = [other for other, load in self._loads.items() if min(load.num_samples) >= MIN_SAMPLES and abs(other - size) <= NEAR]
+        return self._loads[min(complete, key=lambda other: abs(other - size))] if complete else None
 
     def _load(self, num_seqs: int) -> _Load:
         size = num_seqs.bit_length()

@@ -74,6 +74,17 @@ def test_each_load_has_its_own_answer(seed):
     assert simulate(schedule, 100, 50, acceptance, many, seed).count(0) > 40
 
 
+def test_a_load_near_a_measured_one_tries_nothing_that_is_bad_there(seed):
+    """Four sequences after one: at once the k that is best for one, then its neighbours in their turn."""
+    acceptance, costs = [0.05, 0.05, 0.05], [1.0, 1.3, 1.6, 1.9]
+    schedule = DraftSchedule(3)
+    simulate(schedule, 1, 100, acceptance, costs, seed)
+    assert simulate(schedule, 4, 30, acceptance, [2.0, 2.6, 3.2, 3.8], seed).count(0) == 30
+    # Where drafts are free instead, that shows in the end.
+    free = simulate(schedule, 7, 2000, [0.9, 0.9, 0.9], [2.0, 2.0, 2.0, 2.0], seed)
+    assert free[-100:].count(3) > 90
+
+
 def test_fixed_means_fixed():
     schedule = DraftSchedule(2, adaptive=False)
     assert set(simulate(schedule, 1, 300, [0.0, 0.0], [1.0, 5.0, 9.0])) == {2}
