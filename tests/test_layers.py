@@ -45,6 +45,7 @@ BREACHES = {
         ("moe/planted.py", "import deep_ep", "moe.planted -> deep_ep"),
         ("hw/cpu/planted.py", "import triton.language as tl", "hw.cpu.planted -> triton"),
     ],
+    "transfer-library": [("hw/cuda/planted.py", "import nixl", "hw.cuda.planted -> nixl")],
     "ascend-kernels": [("hw/planted.py", "import torch_npu", "hw.planted -> torch_npu")],
     "web": [("deepserve/planted.py", "from fastapi import FastAPI", "deepserve.planted -> fastapi")],
 }
