@@ -10,7 +10,7 @@ Every page is in exactly one state:
 
 CACHED pages belong to nobody and can be taken back at any time, least recently used first. RESERVED and below are the hand-off
 of a prefill instance: a remote writer may still touch an IN_TRANSFER page, so a cancelled one is QUARANTINED until the writer
-acknowledges.
+acknowledges or its process is gone; no time is long enough.
 
 The prefix cache is a chain of SHA-256 over (parent hash, tokens of a page); the root holds the tagged extras that make equal tokens mean
 different latents (cache salt, weight version). On a hit the tokens themselves are compared too.
@@ -35,13 +35,16 @@ class PageState(Enum):
     QUARANTINED = "quarantined"
 
 
+LIVE = (PageState.RESERVED, PageState.IN_TRANSFER)  # hand-offs that may still succeed
+
+
 class OutOfPages(Exception):
     """Fewer pages are free or cached than were asked for."""
 
 
 @dataclass
 class Transfer:
-    """Pages that a remote writer fills. `deadline_s` is on the caller's clock."""
+    """Pages that a remote writer fills. `deadline_s` ends their lease, on the caller's clock; the holder ends it then by `cancel`."""
 
     pages: list[int]
     state: PageState
@@ -183,6 +186,12 @@ class Pages:
         assert transfer.state is PageState.RESERVED, (owner, transfer.state)
         transfer.state = PageState.IN_TRANSFER
 
+    def renew(self, owner: str, deadline_s: float) -> None:
+        """Move the lease of a hand-off that makes progress to a later time; an earlier one changes nothing."""
+        transfer = self._transfers[owner]
+        assert transfer.state in LIVE, (owner, transfer.state)
+        transfer.deadline_s = max(transfer.deadline_s, deadline_s)
+
     def finish_transfer(self, owner: str) -> list[int]:
         """All is written: the pages are HELD by one sequence."""
         transfer = self._leave(owner, PageState.IN_TRANSFER)
@@ -199,7 +208,7 @@ class Pages:
             transfer.state = PageState.QUARANTINED
 
     def acknowledge(self, owner: str) -> None:
-        """The writer of a cancelled hand-off is known to be done or gone."""
+        """The writer of a cancelled hand-off has nothing of it under way any more, or its process is gone."""
         self._free.extend(self._leave(owner, PageState.QUARANTINED).pages)
 
     def _leave(self, owner: str, state: PageState) -> Transfer:
@@ -210,8 +219,7 @@ class Pages:
 
     def expired(self, now_s: float) -> list[str]:
         """Owners of hand-offs past their deadline that nobody cancelled yet."""
-        live = (PageState.RESERVED, PageState.IN_TRANSFER)
-        return [owner for owner, transfer in self._transfers.items() if transfer.deadline_s <= now_s and transfer.state in live]
+        return [owner for owner, transfer in self._transfers.items() if transfer.deadline_s <= now_s and transfer.state in LIVE]
 
     # Audit
 

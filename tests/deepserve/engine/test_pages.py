@@ -151,6 +151,20 @@ def test_reservations_evict_and_expire():
     assert states(pages) == {"free": 2, "quarantined": 1}
 
 
+def test_progress_renews_a_lease():
+    pages = Pages(3, SIZE)
+    pages.reserve("a", 2, deadline_s=5.0)
+    pages.renew("a", 8.0)
+    pages.begin_transfer("a")
+    pages.renew("a", 6.0)  # no earlier than promised
+    assert pages.expired(7.9) == []
+    assert pages.expired(8.0) == ["a"]
+    pages.cancel("a")
+    with pytest.raises(AssertionError):
+        pages.renew("a", 20.0)  # what is given up stays so
+    assert states(pages) == {"quarantined": 2, "free": 1}
+
+
 def test_out_of_pages_takes_nothing():
     pages = Pages(4, SIZE)
     tokens = array("i", range(9))

@@ -79,7 +79,9 @@ class Play:
         self.live: list[Sequence] = []
         self.transfers: dict[str, tuple[str, list[int]]] = {}  # owner -> state, pages
         self.num_named = 0
-        self.num_hits = self.num_refused = 0
+        self.now_s = 0.0
+        self.deadlines: dict[str, float] = {}  # of transfers that nobody gave up
+        self.num_hits = self.num_refused = self.num_expired = 0
 
     def _token(self) -> int:
         return int(self.rng.random() < 0.1)
@@ -140,29 +142,53 @@ class Play:
             with pytest.raises(OutOfPages):
                 self.pages.reserve(owner, num, 0.0)
             return
-        pages = self.pages.reserve(owner, num, 0.0)
+        self.deadlines[owner] = self.now_s + self.rng.randrange(100, 600)
+        pages = self.pages.reserve(owner, num, self.deadlines[owner])
         self.model.take(pages)
         self.transfers[owner] = ("reserved", pages)
+
+    def renew(self) -> None:
+        if self.deadlines:
+            owner = self.rng.choice(list(self.deadlines))
+            later_s = self.now_s + self.rng.randrange(300)
+            self.pages.renew(owner, later_s)
+            self.deadlines[owner] = max(self.deadlines[owner], later_s)
+
+    def pass_time(self) -> None:
+        """What is due is given up, and nothing else."""
+        self.now_s += 1
+        due = [owner for owner, deadline_s in self.deadlines.items() if deadline_s <= self.now_s]
+        assert sorted(self.pages.expired(self.now_s)) == sorted(due)
+        for owner in due:
+            self.give_up(owner)
+        self.num_expired += len(due)
+
+    def give_up(self, owner: str) -> None:
+        state, pages = self.transfers.pop(owner)
+        del self.deadlines[owner]
+        self.pages.cancel(owner)
+        if state == "reserved":
+            self.model.free |= set(pages)
+        else:
+            self.transfers[owner] = ("quarantined", pages)
 
     def advance_transfer(self) -> None:
         if not self.transfers:
             return
         owner = self.rng.choice(list(self.transfers))
-        state, pages = self.transfers.pop(owner)
+        state, pages = self.transfers[owner]
         cancelled = self.rng.random() < 0.3
         if state == "quarantined":
+            del self.transfers[owner]
             self.pages.acknowledge(owner)
             self.model.free |= set(pages)
         elif cancelled:
-            self.pages.cancel(owner)
-            if state == "reserved":
-                self.model.free |= set(pages)
-            else:
-                self.transfers[owner] = ("quarantined", pages)
+            self.give_up(owner)
         elif state == "reserved":
             self.pages.begin_transfer(owner)
             self.transfers[owner] = ("in_transfer", pages)
         else:
+            del self.transfers[owner], self.deadlines[owner]
             assert self.pages.finish_transfer(owner) == pages
             self.model.hold(pages)
             sequence = Sequence("", [0] * (len(pages) * SIZE), -1)
@@ -188,11 +214,12 @@ class Play:
 def test_random_operations(seed, num_pages):
     rng = random.Random(seed)
     play = Play(rng, num_pages)
-    verbs = [play.start, play.compute, play.leave, play.reserve, play.advance_transfer, play.new_weights]
+    verbs = [play.start, play.compute, play.leave, play.reserve, play.advance_transfer, play.new_weights, play.renew]
     for _ in range(4000):
-        rng.choices(verbs, weights=[30, 40, 32, 2, 8, 0.3])[0]()
+        rng.choices(verbs, weights=[30, 40, 32, 2, 1, 0.3, 0.3])[0]()
+        play.pass_time()
         play.audit()
-    assert play.num_hits > 100 and play.num_refused > 50  # the walk went where it should
+    assert play.num_hits > 100 and play.num_refused > 50 and play.num_expired > 3  # the walk went where it should
     while play.live:
         play.leave()
     while play.transfers:
