@@ -1,0 +1,1 @@
+"""Hand-off of sequences from prefill to decode instances."""
