@@ -62,7 +62,12 @@ class DraftSchedule:
             # The first steps of a kind may be slow for reasons of their own.
             load.costs[num_drafts] = min(cost, seconds) if num_samples else seconds
         else:
-            load.costs[num_drafts] = cost + COST_WEIGHT * (min(seconds, MAX_OUTLIER * cost) - cost)
+            updated = cost + COST_WEIGHT * (min(seconds, MAX_OUTLIER * cost) - cost)
+            if num_drafts == load.best:
+                # A machine that has become slower or faster is so for all: what was measured long ago keeps its proportion.
+                load.costs = [known * updated / cost for known in load.costs]
+            else:
+                load.costs[num_drafts] = updated
         load.num_samples[num_drafts] += 1
 
     def acceptance(self) -> list[float]:

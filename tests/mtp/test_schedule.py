@@ -108,6 +108,18 @@ def test_one_slow_step_changes_nothing():
     assert simulate(schedule, 1, 20, acceptance, costs).count(2) > 15
 
 
+def test_a_machine_that_others_use_misleads_nobody(seed):
+    """Now and then it takes three times as long for a while. What was measured before must not look cheap then."""
+    rng, schedule, costs, chosen = random.Random(seed), DraftSchedule(2), [1.0, 1.25, 1.5], []
+    for step in range(4000):
+        k = schedule.choose(1)
+        if k:
+            schedule.observe_drafts(k, 0)
+        schedule.observe_step(1, k, costs[k] * rng.uniform(0.9, 1.3) * (3 if step % 400 >= 200 else 1))
+        chosen.append(k)
+    assert chosen[200:].count(0) > 0.97 * len(chosen[200:])
+
+
 def test_acceptance_counts_a_draft_only_where_those_before_it_stood():
     schedule = DraftSchedule(3)
     before = list(schedule._drafted)
