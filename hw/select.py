@@ -1,6 +1,6 @@
 """Name to backend. The only file that names one; nothing is imported before it is asked for."""
 
-from hw.api import Backend
+from hw.api import Backend, Unsupported
 from hw.groups import Groups, open_groups
 from hw.rules import Facts
 from hw.topology import ParallelConfig
@@ -19,7 +19,7 @@ def open_backend(
 ) -> Backend:
     """Load a backend for this rank; without groups it is alone. kernel_cache_dir: where compiled kernels are kept; None: its own choice.
 
-    Raises ValueError for an unknown name, Unsupported for a flag that it cannot promise.
+    Raises ValueError for an unknown name, Unsupported for a flag that it cannot promise and for what is missing here.
     """
     groups = groups or open_groups(ParallelConfig(), 0)
     options = {
@@ -32,7 +32,10 @@ def open_backend(
 
         return open_cpu(groups, **options)
     if name == "cuda":
-        from hw.cuda.backend import open_cuda
+        try:
+            from hw.cuda.backend import open_cuda
+        except ModuleNotFoundError as error:
+            raise Unsupported(f"cuda: {error.name} is not installed; it comes with a torch that is built for CUDA") from None
 
         return open_cuda(groups, kernel_cache_dir=kernel_cache_dir, **options)
     raise ValueError(_unknown(name))
