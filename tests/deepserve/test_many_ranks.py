@@ -145,7 +145,8 @@ def invariant_answers(llm_of: Callable[..., LLM]) -> Callable[[str], dict]:
     return get
 
 
-LONG_LAYOUTS = ("tp2 dp2 with drafts",)
+# What each of them adds stands in another layout as well.
+LONG_LAYOUTS = ("tp2 dp2 with drafts", "dp3", "dp2 captured", "dp2 with drafts")
 
 
 @pytest.mark.parametrize(
