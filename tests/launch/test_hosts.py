@@ -21,7 +21,7 @@ from tests.deepserve.serving import WAIT_S, Served
 from tests.launch.network import Network
 from tests.launch.test_up import PROMPT, answer, assert_whole, begun, is_ready, num_engines, wait_until
 
-# Two hosts with clocks of seconds, links that break and ranks that restart: too long, and too easily held up by a busy machine, for each run.
+# Two hosts whose links break and whose ranks restart: too long, and too easily held up by a busy machine, for each run.
 pytestmark = pytest.mark.long
 
 LEASE_S = 4.0
