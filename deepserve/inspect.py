@@ -150,7 +150,7 @@ def _provider_table(report: Report) -> Table:
     """Who does each op on this device."""
     table = Table("op", "for", "done by", "and not by", title=f"who computes on {report.config.args.device}", title_justify="left")
     for provider in report.providers:
-        table.add_row(provider.op, provider.shape, provider.library, provider.reason)
+        table.add_row(provider.op, provider.shape, provider.served_by, provider.reason)
     return table
 
 

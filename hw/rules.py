@@ -54,7 +54,7 @@ class Decode:
 class Candidate:
     """One who could do an op. `refuses(shape)`: why not for this shape, in a few words; None: it takes the shape."""
 
-    library: str
+    name: str
     refuses: Callable[[Any], str | None]
 
 
@@ -63,7 +63,7 @@ class Provider:
     """Who does an op for one shape, and why those who come before it in line do not."""
 
     op: str
-    library: str
+    served_by: str
     reason: str = ""
     shape: str = field(default="", compare=False)  # for people
 
@@ -76,10 +76,10 @@ def choose(op: str, candidates: tuple[Candidate, ...], shape: Any, absent: froze
     """The first candidate that takes `shape`. `absent`: libraries to leave out."""
     reasons = []
     for candidate in candidates:
-        reason = "not there" if candidate.library in absent else candidate.refuses(shape)
+        reason = "not there" if candidate.name in absent else candidate.refuses(shape)
         if reason is None:
-            return Provider(op, candidate.library, "; ".join(reasons))
-        reasons.append(f"{candidate.library}: {reason}")
+            return Provider(op, candidate.name, "; ".join(reasons))
+        reasons.append(f"{candidate.name}: {reason}")
     raise AssertionError(f"{op}: nobody takes {shape}: {reasons}")
 
 

@@ -39,8 +39,7 @@ def num_devices(name: str) -> int:
 @contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
     """Raises RuntimeError where torch itself would wait for the device; waits on events, and inside other libraries, pass."""
-    if device.type != "cuda":
-        raise NotImplementedError(f"torch has no guard against waiting for {device.type}")
+    assert device.type == "cuda", f"torch can tell of waiting for an NVIDIA GPU, not for {device.type}"
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -178,7 +178,7 @@ def linear_job(ops, num_rows: int, outer: int, inner: int) -> Job:
         return lambda: ops.linear(x, w)
 
     num_bytes = outer * inner + num_rows * (inner + 2 * outer)
-    provider = choose("linear", LINEAR, Product(BF16, num_rows, outer, inner, block=(128, 128))).library
+    provider = choose("linear", LINEAR, Product(BF16, num_rows, outer, inner, block=(128, 128))).served_by
     return Job(f"linear fp8 {outer} x {inner}, {num_rows} rows", provider, num_bytes, 2 * num_rows * outer * inner, FP8_RATE, make)
 
 
@@ -195,9 +195,9 @@ def absorb_jobs(ops, num_rows: int) -> Iterator[Job]:
         out, kv_up = normal(num_rows, HEADS, 512), normal(HEADS, 256, 512)
         return lambda: ops.unabsorb(out, kv_up[:, 128:], True)
 
-    by, num_bytes = choose("absorb_query", ABSORB, shape).library, 2 * HEADS * (128 * 512 + num_rows * (192 + 576))
+    by, num_bytes = choose("absorb_query", ABSORB, shape).served_by, 2 * HEADS * (128 * 512 + num_rows * (192 + 576))
     yield Job(f"absorb_query 128 -> 512 + 64, {num_rows} tokens", by, num_bytes, flops, BF16_RATE, query)
-    by, num_bytes = choose("unabsorb", UNABSORB, shape).library, HEADS * (2 * 128 * 512 + num_rows * (2 * 512 + 128))
+    by, num_bytes = choose("unabsorb", UNABSORB, shape).served_by, HEADS * (2 * 128 * 512 + num_rows * (2 * 512 + 128))
     yield Job(f"unabsorb 512 -> 128, quantised, {num_rows} tokens", by, num_bytes, flops, BF16_RATE, output)
 
 
@@ -264,7 +264,7 @@ def small_jobs(ops) -> Iterator[Job]:
         num_bytes = size * used * outer * inner + num_rows * top_k * (size * inner + 2 * outer)
         shape = Product(BF16, num_rows, outer, inner, num_experts, (128, 128) if kind == "fp8" else None)
         name = f"masked {kind} {num_experts} experts of {outer} x {inner}, {num_rows} tokens"
-        return Job(name, choose("masked", MASKED, shape).library, num_bytes, 2 * num_rows * top_k * outer * inner, BF16_RATE, make)
+        return Job(name, choose("masked", MASKED, shape).served_by, num_bytes, 2 * num_rows * top_k * outer * inner, BF16_RATE, make)
 
     for outer, inner in ((4096, 7168), (7168, 2048)):
         for num_rows in (1, 8, 16):
@@ -285,7 +285,7 @@ def few_sequences_jobs(ops) -> Iterator[Job]:
             return lambda: ops.mla_decode(q, cache, table, lens, context, 512, 576**-0.5, plan)
 
         num_bytes = 2 * num_seqs * (context * 576 + num_heads * (576 + 512))
-        provider = choose("mla_decode", DECODE, Decode(BF16, num_seqs, 1, num_heads, 512, 64, 64, context)).library
+        provider = choose("mla_decode", DECODE, Decode(BF16, num_seqs, 1, num_heads, 512, 64, 64, context)).served_by
         name = f"mla_decode {num_seqs} x {context}, {num_heads} heads"
         yield Job(name, provider, num_bytes, 2 * num_seqs * num_heads * context * 1088, BF16_RATE, make)
 

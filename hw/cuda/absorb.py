@@ -20,7 +20,7 @@ class AbsorbOps:
         out = torch.empty((num_tokens, num_heads, latent + dim - nope), dtype=q.dtype, device=q.device)
         if not num_tokens:
             return out
-        if choose("absorb_query", ABSORB, Absorb(q.dtype, num_tokens)).library != TRITON:
+        if choose("absorb_query", ABSORB, Absorb(q.dtype, num_tokens)).served_by != TRITON:
             torch.bmm(q[..., :nope].transpose(0, 1), w_uk, out=out[..., :latent].transpose(0, 1))
             self.rope(q[..., nope:], positions, table, out=out[..., latent:])
             return out
@@ -39,7 +39,7 @@ class AbsorbOps:
         value = w_uv.shape[1]
         assert out.stride(2) == w_uv.stride(2) == 1 and not (quant and num_heads * value % GROUP), (out.stride(), w_uv.stride(), value)
         one_group = value == GROUP  # a head's values share a scale
-        use_kernel = choose("unabsorb", UNABSORB, Absorb(out.dtype, num_tokens)).library == TRITON
+        use_kernel = choose("unabsorb", UNABSORB, Absorb(out.dtype, num_tokens)).served_by == TRITON
         if not use_kernel or (quant and not one_group):
             values = torch.empty((num_tokens, num_heads, value), dtype=out.dtype, device=out.device)
             torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.transpose(0, 1))

@@ -68,7 +68,7 @@ class AttentionOps:
             out = torch.empty((0, query_len, num_heads, kv_lora_rank), dtype=q.dtype, device=q.device)
             return out, torch.empty(out.shape[:3], device=q.device) if with_lse else None
         shape = Decode(q.dtype, num_seqs, query_len, num_heads, kv_lora_rank, dim - kv_lora_rank, cache.shape[1], max_seq_len)
-        if choose("mla_decode", DECODE, shape, self._absent_attention).library == FLASH_MLA and page_table.shape[1]:
+        if choose("mla_decode", DECODE, shape, self._absent_attention).served_by == FLASH_MLA and page_table.shape[1]:
             return self._flash_decode(q, cache, page_table, seq_lens, scale, plan, with_lse)
         out, lse = triton_decode(q, cache, page_table, seq_lens, max_seq_len, kv_lora_rank, scale)
         return out, lse if with_lse else None

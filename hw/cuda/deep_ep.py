@@ -63,7 +63,7 @@ class DeepEpComm:
         shape = Dispatch(dtype, hidden_size, self._rows_per_rank)
         if (hidden_size, num_local_experts) in self._buffers:
             return
-        taken = choose("dispatch", DISPATCH, shape).library == DEEP_EP
+        taken = choose("dispatch", DISPATCH, shape).served_by == DEEP_EP
         self._buffers[hidden_size, num_local_experts] = self._make(hidden_size, num_local_experts) if taken else None
 
     def _make(self, hidden_size: int, num_local_experts: int) -> Any:

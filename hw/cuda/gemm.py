@@ -95,7 +95,7 @@ class GemmOps:
 
     def _library(self, candidates: tuple[Candidate, ...], rows: int, dtype: torch.dtype, weight: Matrix) -> str:
         """Who does this product."""
-        return choose("product", candidates, Product.of(rows, dtype, weight), self._absent_products).library
+        return choose("product", candidates, Product.of(rows, dtype, weight), self._absent_products).served_by
 
     def _deep_gemm_contiguous(self, x: Rows, weight: QuantTensor, layout: ExpertRows) -> torch.Tensor:
         """DeepGEMM wants each expert's rows to start at a multiple of 128; rows in another layout go there and their results come back."""

@@ -156,10 +156,10 @@ def compute_dtype(checkpoint_dtype: str) -> str:
 def product_provider(op: str, candidates: tuple[Candidate, ...], shape: Product) -> Provider:
     """Who does it; where nobody takes the FP8 weight, who does it once that is dequantised."""
     provider = choose(op, candidates, shape)
-    if shape.block is None or provider.library in TAKES_FP8:
+    if shape.block is None or provider.served_by in TAKES_FP8:
         return provider
-    library = choose(op, candidates, replace(shape, block=None)).library
-    return replace(provider, library=f"dequantised, then {library}")
+    library = choose(op, candidates, replace(shape, block=None)).served_by
+    return replace(provider, served_by=f"dequantised, then {library}")
 
 
 def providers(model: ModelShapes) -> list[Provider]:

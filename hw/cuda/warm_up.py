@@ -55,7 +55,9 @@ def wanted(shapes: ModelShapes) -> dict[str, set[int]]:
             block = list(weight.block) if isinstance(weight, QuantTensor) else None
             name = json.dumps([kind, str(shapes.dtype).removeprefix("torch."), list(weight.shape), block])
             # Others bring their kernels along, or compile few of them and fast.
-            found[name] = {rows for rows in row_counts if choose(kind, table, Product.of(rows, shapes.dtype, weight)).library == DEEP_GEMM}
+            found[name] = {
+                rows for rows in row_counts if choose(kind, table, Product.of(rows, shapes.dtype, weight)).served_by == DEEP_GEMM
+            }
     return {name: row_counts for name, row_counts in found.items() if row_counts}
 
 

@@ -65,7 +65,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 
 
 def who(report: Report) -> dict[tuple[str, str], str]:
-    return {(provider.op, provider.shape): provider.library for provider in report.providers}
+    return {(provider.op, provider.shape): provider.served_by for provider in report.providers}
 
 
 def test_who_computes_on_a_gpu_is_known_without_one(tmp_path: Path):
@@ -82,10 +82,10 @@ def test_who_computes_the_shipped_model():
     assert who(report)["mla_decode", "8 heads, latent 64 + rope 16"] == "Triton"
     (decode,) = [provider for provider in report.providers if provider.op == "mla_decode"]
     assert "FlashMLA: latent 64, it takes 512" in decode.reason
-    assert {provider.library for provider in inspect_model(EngineArgs()).providers} == {"torch (reference)", "in this process"}
+    assert {provider.served_by for provider in inspect_model(EngineArgs()).providers} == {"torch (reference)", "in this process"}
     two = inspect_model(EngineArgs(device="cuda", data_parallel_size=2))
     (dispatch,) = [provider for provider in two.providers if provider.op == "dispatch, combine"]
-    assert dispatch.library == "NCCL" and "DeepEP: hidden size 256, it takes 2048" in dispatch.reason
+    assert dispatch.served_by == "NCCL" and "DeepEP: hidden size 256, it takes 2048" in dispatch.reason
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

@@ -22,14 +22,14 @@ def decode(latent: int = 512, dtype: torch.dtype = BF16, num_seqs: int = 64, num
 def test_the_first_that_takes_a_shape_does_it_and_the_others_say_why_not():
     assert choose("mla_decode", DECODE, decode()) == Provider("mla_decode", FLASH_MLA)
     assert choose("mla_decode", DECODE, decode(64)) == Provider("mla_decode", TRITON, "FlashMLA: latent 64, it takes 512")
-    assert choose("mla_decode", DECODE, decode(dtype=torch.float32)).library == TRITON
+    assert choose("mla_decode", DECODE, decode(dtype=torch.float32)).served_by == TRITON
     assert choose("mla_decode", DECODE, decode(), absent=frozenset({FLASH_MLA})).reason == "FlashMLA: not there"
 
 
 def test_few_sequences_with_few_heads_are_read_by_a_kernel_of_ours():
     for num_seqs, num_heads, expected in ((1, 16, TRITON), (8, 16, TRITON), (9, 16, FLASH_MLA), (1, 17, FLASH_MLA), (1, 128, FLASH_MLA)):
         shape = decode(num_seqs=num_seqs, num_heads=num_heads)
-        assert choose("mla_decode", DECODE, shape).library == expected, shape
+        assert choose("mla_decode", DECODE, shape).served_by == expected, shape
 
 
 def test_products():
@@ -46,7 +46,7 @@ def test_products():
         (MASKED, torch.empty(8, 64, 256, device="meta"), BF16, TRITON),
         (MASKED, fp8(8, 64, 256), BF16, DEEP_GEMM),
     ):
-        assert choose("product", table, Product.of(128, dtype, weight)).library == expected, (table, weight.shape)
+        assert choose("product", table, Product.of(128, dtype, weight)).served_by == expected, (table, weight.shape)
 
 
 def test_products_of_few_rows():
@@ -58,9 +58,9 @@ def test_products_of_few_rows():
         (MASKED, dense[:8], 16),
     ):
         for rows, expected in ((1, FEW_ROWS), (last_row, FEW_ROWS), (last_row + 1, DEEP_GEMM)):
-            assert choose("product", table, Product.of(rows, BF16, weight)).library == expected, (rows, weight.shape)
-    assert choose("product", LINEAR, Product.of(1, BF16, fp8(2100, 7168))).library == CUBLAS
-    assert choose("product", MASKED, Product.of(1, BF16, torch.empty(8, 64, 256, device="meta"))).library == TRITON
+            assert choose("product", table, Product.of(rows, BF16, weight)).served_by == expected, (rows, weight.shape)
+    assert choose("product", LINEAR, Product.of(1, BF16, fp8(2100, 7168))).served_by == CUBLAS
+    assert choose("product", MASKED, Product.of(1, BF16, torch.empty(8, 64, 256, device="meta"))).served_by == TRITON
 
 
 def test_inspect_leaves_no_op_out():
