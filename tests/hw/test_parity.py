@@ -1,7 +1,6 @@
 """Every backend this machine has against the plain reference, op by op, on the named grids of `hw.testing`.
 
-The kernel always runs before its twin, so that memory it forgot to write cannot hold the right answer by chance.
-"""
+The kernel always runs before its twin, so that memory it forgot to write cannot hold the right answer by chance."""
 
 import copy
 import dataclasses
