@@ -1,6 +1,7 @@
 """Messages between processes: msgspec structs, tagged, versioned, never pickled.
 
 Frontend -> engine: `Submit`, `Abort`, `Drain`, `Stop`. Engine -> frontend: `Register`, `Heartbeat`, `Outputs`, `Leaving`, `Goodbye`.
+Both ways, and through the frontend from engine to engine: `Relay`.
 One message is one ZMQ frame of msgpack; the engine's DEALER socket connects to the frontend's ROUTER socket.
 """
 
@@ -8,7 +9,7 @@ import msgspec
 
 from deepserve.engine.request import PositionLogprobs, SamplingParams, SequenceOutput
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
@@ -54,6 +55,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     num_accepted_tokens: int = 0
     num_accepted_by_position: list[int] = []
     num_moved_experts: int = 0  # between ranks of the instance, by the balancer
+    num_queued_tokens: int = 0  # of prompts, that are neither computed nor found in the prefix cache
+    num_transfer_pages: int = 0  # held pages that a prefill instance may write to
+    num_quarantined_pages: int = 0  # held pages of hand-offs that failed, to which something may be under way yet
 
 
 class Register(msgspec.Struct, tag="register", array_like=True, frozen=True):
@@ -108,8 +112,25 @@ class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
     error: str = ""
 
 
-ToEngine = Submit | Abort | Drain | Stop
-FromEngine = Register | Heartbeat | Outputs | ExpertBalance | Leaving | Goodbye
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """Who leads a TP group: where hand-off messages go."""
+
+    instance: str
+    dp_rank: int
+
+
+class Relay(msgspec.Struct, tag="relay", array_like=True, frozen=True):
+    """A message of a hand-off, a frame of `deepserve.pd.messages`.
+
+    From an engine `peer` says where it goes, to an engine it says whom it comes from; None: the frontend's router.
+    """
+
+    peer: Place | None
+    frame: bytes
+
+
+ToEngine = Submit | Abort | Drain | Stop | Relay
+FromEngine = Register | Heartbeat | Outputs | ExpertBalance | Leaving | Goodbye | Relay
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -122,8 +143,10 @@ __all__ = [
     "Leaving",
     "Load",
     "Outputs",
+    "Place",
     "PositionLogprobs",
     "Register",
+    "Relay",
     "SamplingParams",
     "SequenceOutput",
     "Stop",

@@ -1,11 +1,15 @@
 """What router, prefill and decode ranks say to each other about one hand-off: msgspec structs, tagged, versioned, never pickled.
 
-    router --Reserve--> decode --Reservation or GiveUp--> router --Prefill--> prefill
-    prefill --Progress...--> decode, --HandOff--> decode --Taken--> prefill
-    any of them --GiveUp--> the others; prefill --Settled--> decode, from each TP rank, whether it was given up or not
+    router --Reserve--> decode --Reservation--> router --Prefill--> prefill --Progress...--> decode, then --HandOff--> decode
+    router, prefill or decode --GiveUp--> the others; prefill --Settled--> decode
 
-Pages travel beside these messages (`hw.transfer`), and a sequence goes on when its `HandOff` and all its parts are there. An attempt is
-named by (transfer, epoch); what names another is void. Times are durations, since hosts' clocks differ.
+They travel as `deepserve.messages.Relay` on the lines that ranks have to the frontend, which passes on what is for another rank and
+reads along: once it has seen a `GiveUp` it sends no `Prefill` for that attempt any more. Pages travel beside them (`hw.transfer`), and a
+sequence goes on when its `HandOff` and all its parts are there. An attempt is named by (transfer, epoch); what names another is void.
+Times are durations, since hosts' clocks differ.
+
+A decode rank that gave an attempt up, or was told that another did, repeats its `GiveUp` to the prefill rank until it is `Settled`. A
+prefill rank that does not know the attempt says so at once: an earlier process under its name may have, but it is gone.
 """
 
 from typing import Annotated
@@ -13,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from deepserve.engine.request import SequenceOutput
-from deepserve.messages import Submit
+from deepserve.messages import Place, Submit
 
 VERSION = 1
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -27,10 +31,11 @@ class Attempt(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Reserve(msgspec.Struct, tag="reserve", array_like=True, frozen=True):
-    """Set pages aside for this request's prompt, less what the prefix cache has."""
+    """Set pages aside for this prompt, less what the prefix cache has. Waits until there is room; a `GiveUp` withdraws it."""
 
     attempt: Attempt
     submit: Submit
+    prefill: Place  # who will write to them
     lease_s: float
 
 
@@ -38,8 +43,7 @@ class Reservation(msgspec.Struct, tag="reservation", array_like=True, frozen=Tru
     """Pages of a decode rank that the prefill side may write to, as long as the lease lasts or is renewed by progress."""
 
     attempt: Attempt
-    instance: str
-    dp_rank: Count
+    decode: Place
     weight_version: Count  # latents of other weights are refused
     page_size: Count  # in tokens
     num_cached_tokens: Count  # of the prompt's beginning, in whole pages that are there already and not sent
@@ -56,7 +60,7 @@ class Prefill(msgspec.Struct, tag="prefill", array_like=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True):
-    """A chunk of the prompt is computed; renews the lease."""
+    """The prefill rank still means to do it; renews the lease. Comes at least twice a lease."""
 
     attempt: Attempt
     num_tokens: Count  # computed so far
@@ -65,20 +69,12 @@ class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True):
 class HandOff(msgspec.Struct, tag="hand_off", array_like=True, frozen=True):
     """The prompt is computed and the first token is drawn.
 
-    Noise is keyed by seed and position and penalties by the tokens, so the seed is all there is of a sampler's state.
+    Noise is keyed by the request's seed and the position, and penalties by the tokens, so no state of a sampler goes along.
     """
 
     attempt: Attempt
     first: SequenceOutput  # the first token with its log-probabilities, and those of the prompt
-    seed: int  # that the draw used, also where the request named none
-    drafts: list[Count]  # for the tokens behind the first; may be empty
     num_writers: Count  # TP ranks that announce parts
-
-
-class Taken(msgspec.Struct, tag="taken", array_like=True, frozen=True):
-    """The decode rank has all of it: the prefill side may free its pages."""
-
-    attempt: Attempt
 
 
 class GiveUp(msgspec.Struct, tag="give_up", array_like=True, frozen=True):
@@ -89,13 +85,12 @@ class GiveUp(msgspec.Struct, tag="give_up", array_like=True, frozen=True):
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True, frozen=True):
-    """Nothing that this writer sent for the attempt is under way any more, so a quarantine waits for it no longer."""
+    """Answer to a `GiveUp`: nothing that was sent for the attempt is under way any more, nor ever will be."""
 
     attempt: Attempt
-    writer: Count
 
 
-Message = Reserve | Reservation | Prefill | Progress | HandOff | Taken | GiveUp | Settled
+Message = Reserve | Reservation | Prefill | Progress | HandOff | GiveUp | Settled
 
 
 class _Envelope(msgspec.Struct, array_like=True, frozen=True):

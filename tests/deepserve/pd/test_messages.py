@@ -6,27 +6,26 @@ import msgspec
 import pytest
 
 from deepserve.engine.request import PositionLogprobs, SamplingParams, SequenceOutput
-from deepserve.messages import Submit
+from deepserve.messages import Place, Submit
 from deepserve.pd import messages
-from deepserve.pd.messages import Attempt, GiveUp, HandOff, Message, Prefill, Progress, Reservation, Reserve, Settled, Taken, decode, encode
+from deepserve.pd.messages import Attempt, GiveUp, HandOff, Message, Prefill, Progress, Reservation, Reserve, Settled, decode, encode
 
 ATTEMPT = Attempt("request-7/0", 3)
 SUBMIT = Submit(
     "request-7", [1, 2, 129_279], SamplingParams(temperature=0.5, seed=-(1 << 63), stop=["é"]), cache_salt="salt", arrival_s=0.1
 )
-RESERVATION = Reservation(ATTEMPT, "decode0", 143, 2, 64, 128, [5, 0, 1 << 20], [b"\x00\xff" * 40, b""], 15.0)
+RESERVATION = Reservation(ATTEMPT, Place("decode0", 143), 2, 64, 128, [5, 0, 1 << 20], [b"\x00\xff" * 40, b""], 15.0)
 FIRST = SequenceOutput(
     "request-7", 0, [17], None, None, [PositionLogprobs([17, 4], [-0.1, float("-inf")], 1)], [None, PositionLogprobs([2], [-3e-38], 9)], 128
 )
 EXAMPLES = [
-    Reserve(ATTEMPT, SUBMIT, 15.0),
+    Reserve(ATTEMPT, SUBMIT, Place("prefill0", 1), 15.0),
     RESERVATION,
     Prefill(SUBMIT, RESERVATION),
     Progress(ATTEMPT, 1 << 40),
-    HandOff(ATTEMPT, FIRST, (1 << 63) - 1, [3, 4, 5], 8),
-    Taken(ATTEMPT),
+    HandOff(ATTEMPT, FIRST, 8),
     GiveUp(ATTEMPT, "3 pages wanted, 2 available"),
-    Settled(ATTEMPT, 7),
+    Settled(ATTEMPT),
 ]
 
 
@@ -53,7 +52,7 @@ def test_a_frame_cut_anywhere_is_refused(message):
 
 def test_another_version_is_refused_before_its_content_is_read(monkeypatch):
     monkeypatch.setattr(messages, "VERSION", 2)
-    newer = encode(Taken(ATTEMPT))
+    newer = encode(Settled(ATTEMPT))
     monkeypatch.undo()
     unknown = msgspec.msgpack.encode([2, ["a message of later days", {"field": 1}]])
     for frame in (newer, unknown):
@@ -65,11 +64,11 @@ def test_another_version_is_refused_before_its_content_is_read(monkeypatch):
     "content",
     [
         ["unknown", ["t", 1]],
-        ["taken", ["t", -1]],  # no epoch
-        ["taken", ["t"]],
-        ["taken", "t"],
-        ["settled", ["t", 1], -1],
-        ["reservation", ["t", 1], "decode0", 0, 0, 64, 0, [-1], [], 1.0],  # a page that cannot be
+        ["settled", ["t", -1]],  # no epoch
+        ["settled", ["t"]],
+        ["settled", "t"],
+        ["hand_off", ["t", 1], ["r", 0, [1]], -1],
+        ["reservation", ["t", 1], ["decode0", 0], 0, 64, 0, [-1], [], 1.0],  # a page that cannot be
         ["progress", ["t", 1], "many"],
     ],
 )
