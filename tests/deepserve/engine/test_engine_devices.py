@@ -119,27 +119,34 @@ MTP_WAYS = {
 }
 
 
+SHORT_CASES = [case for case in golden_cases() if len(case["prompt_ids"]) < 150]
+FILTERS = [{"temperature": 0.8, "top_k": 20}, {"top_p": 0.8}, {"presence_penalty": 1.0, "repetition_penalty": 1.2}]
+SAMPLED = [
+    Request(case["prompt_ids"], {"max_tokens": 24, "ignore_eos": True, "seed": i, "n": 2, **FILTERS[i % 3]})
+    for i, case in enumerate(SHORT_CASES[:9])
+]
+
+
+@pytest.fixture(scope="module")
+def drawn_without_drafts() -> list[list[int]]:
+    """What the CPU draws for `SAMPLED`."""
+    return [story.tokens for story in run_together(make_engine(), SAMPLED)]
+
+
 @pytest.mark.parametrize("num_drafts", [1, 2, 4])
 @pytest.mark.parametrize("way", MTP_WAYS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_mtp_changes_no_token(device: str, way: str, num_drafts: int):
+def test_mtp_changes_no_token(device: str, way: str, num_drafts: int, drawn_without_drafts: list[list[int]]):
     """Greedy against the stored values, sampled against the CPU without drafts; acceptance is the shipped model's."""
     speculative = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=False)
     engine = make_engine(device=device, max_num_seqs=24, speculative_config=speculative, **MTP_WAYS[way])
-    cases = [case for case in golden_cases() if len(case["prompt_ids"]) < 150]
-    greedy = [Request(case["prompt_ids"], {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}) for case in cases]
-    for case, story in zip(cases, run_together(engine, greedy), strict=True):
+    greedy = [Request(case["prompt_ids"], {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}) for case in SHORT_CASES]
+    for case, story in zip(SHORT_CASES, run_together(engine, greedy), strict=True):
         clear = next((i for i, margin in enumerate(case["margin"][:24]) if margin < 1e-3), 24)
         assert story.tokens[:clear] == case["output_ids"][:clear], case["name"]
     load = engine.load()
     assert load.num_accepted_by_position[0] > 0.7 * load.num_drafts
-    settings = [{"temperature": 0.8, "top_k": 20}, {"top_p": 0.8}, {"presence_penalty": 1.0, "repetition_penalty": 1.2}]
-    sampled = [
-        Request(case["prompt_ids"], {"max_tokens": 24, "ignore_eos": True, "seed": i, "n": 2, **settings[i % 3]})
-        for i, case in enumerate(cases[:9])
-    ]
-    expected = run_together(make_engine(), sampled)
-    assert [story.tokens for story in run_together(engine, sampled)] == [story.tokens for story in expected]
+    assert [story.tokens for story in run_together(engine, SAMPLED)] == drawn_without_drafts
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -59,10 +59,11 @@ def run_case(engine: Engine, case: Case, references: list[Reference]) -> list[tu
     found = [pair for some in rounds for pair in run(engine, some, n=n, prompt_logprobs=not case.prefix_cache)]
     load = engine.load()
     assert load.num_generated_tokens == sum(len(reference.output) for reference, _ in found)
-    # With drafts, sequences of one prompt may be through before they get in each other's way.
-    unsure = case.preempt and case.num_drafts and case.company == "alone"
-    assert unsure or (load.num_preemptions > 0) == case.preempt, load
-    assert (load.num_prefix_hit_tokens > 0) == case.prefix_cache, load
+    # With drafts and few pages it depends on how sequences move on: those of one prompt may be through before they get in each other's
+    # way, and pages of a prefix may be taken before somebody asks for it.
+    unsure = case.preempt and case.num_drafts
+    assert (unsure and case.company == "alone") or (load.num_preemptions > 0) == case.preempt, load
+    assert (unsure and case.prefix_cache) or (load.num_prefix_hit_tokens > 0) == case.prefix_cache, load
     assert (load.num_draft_tokens > 0) == (case.num_drafts > 0), load
     return found
 
