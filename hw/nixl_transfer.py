@@ -1,14 +1,19 @@
-"""`KVTransfer` over NIXL and UCX, for pages in host memory.
+"""`KVTransfer` over NIXL and UCX, for pages in host memory or on a CUDA device (the latter untried: it needs the hardware).
 
 NIXL completes a write when it is flushed at the peer. The announcement is a notification of its own, sent only then: one that
 rides on the write could not be withheld from a cancelled one. A peer is removed only after the last write to it is settled: removal
 does not stop the bytes, it only hides their end (seen over TCP: a peer that was stopped got three quarters of a write after it).
 Between processes of one machine UCX may copy inside `write` itself.
+
+The library's own progress thread spins: it takes a core, idle or not (measured: 1.0 of one). Ours looks every `PROGRESS_S`, and not at
+all where nothing is under way. Over RDMA the devices move the bytes; over TCP somebody has to look.
 """
 
 import contextlib
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +24,9 @@ import torch
 from hw.api import Unsupported
 from hw.transfer import Part, WriteState
 
+PROGRESS_S = 5e-4
 _VERSION = 1
+_MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}  # NIXL's names for what torch calls a device type
 
 
 class _Region(msgspec.Struct, array_like=True, frozen=True):
@@ -30,6 +37,8 @@ class _Region(msgspec.Struct, array_like=True, frozen=True):
 class _Description(msgspec.Struct, array_like=True, frozen=True):
     version: int
     name: str
+    memory: str
+    device_idx: int
     num_pages: int
     regions: list[_Region]
     metadata: bytes  # NIXL's own
@@ -54,10 +63,10 @@ class NixlWrite:
 
 
 class NixlTransfer:
-    """See `hw.transfer.KVTransfer`. caches: contiguous tensors `[num_pages, ...]` of any dtype on the host, one a region.
+    """See `hw.transfer.KVTransfer`. caches: contiguous tensors `[num_pages, ...]` of any dtype on one device, one a region.
 
-    role: a readable beginning of the name. Raises Unsupported without NIXL or for pages on a device, ValueError for caches that do not fit
-    each other. What the library says about links goes to its own log.
+    role: a readable beginning of the name. Raises Unsupported without NIXL or for pages on other devices than it knows, ValueError for
+    caches that do not fit each other. What the library says about links goes to its own log.
     """
 
     def __init__(self, role: str, caches: Sequence[torch.Tensor]):
@@ -73,16 +82,45 @@ class NixlTransfer:
         # The library's errors have no common ancestor of their own.
         named = (name for name in dir(nixl._bindings) if name.startswith("nixl") and name.endswith("Error"))
         self._errors: tuple[type[Exception], ...] = tuple(getattr(nixl._bindings, name) for name in named)
-        self._agent = nixl.nixl_agent(self.name, nixl.nixl_agent_config(backends=["UCX"]))
+        self._memory, self._device_idx = _MEMORY[caches[0].device.type], caches[0].device.index or 0
+        strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
+        self._agent = nixl.nixl_agent(self.name, config)
         self._registered = self._agent.register_memory(self._caches)
         self._peers: dict[str, _Description] = {}
         self._writes: list[NixlWrite] = []  # unsettled
         self._leaving: set[str] = set()  # disconnected peers that the library still knows
+        self._notes: deque[tuple[str, bytes]] = deque()  # that `poll` has yet to return
+        self._fetching = threading.Lock()  # keeps the order of notes
+        self._active, self._closed = threading.Event(), False
+        self._active.set()
+        self._progress = threading.Thread(target=self._look_now_and_then, name="nixl progress", daemon=True)
+        self._progress.start()
+
+    def set_active(self, active: bool) -> None:
+        """See `hw.transfer.KVTransfer`."""
+        if active != self._active.is_set():
+            (self._active.set if active else self._active.clear)()
+
+    def _look_now_and_then(self) -> None:
+        while not self._closed:
+            self._active.wait()
+            with contextlib.suppress(*self._errors):
+                self._fetch()
+            time.sleep(PROGRESS_S)
+
+    def _fetch(self) -> None:
+        """Move bytes, and take the notes that have come."""
+        with self._fetching:
+            for peer, notes in self._agent.get_new_notifs().items():
+                self._notes.extend((peer, note) for note in notes)
 
     def describe(self) -> bytes:
         """See `hw.transfer.KVTransfer`."""
         metadata = self._agent.get_agent_metadata()
-        return msgspec.msgpack.encode(_Description(_VERSION, self.name, self._num_pages, self._regions, metadata))
+        return msgspec.msgpack.encode(
+            _Description(_VERSION, self.name, self._memory, self._device_idx, self._num_pages, self._regions, metadata)
+        )
 
     def connect(self, description: bytes) -> str:
         """See `hw.transfer.KVTransfer`."""
@@ -129,15 +167,14 @@ class NixlTransfer:
         write = NixlWrite(peer, part, deadline_s, None)
         self._writes.append(write)
         if regions and pages:
-            source = _descriptors([self._regions[idx] for idx in regions], pages)
-            target = _descriptors([there.regions[idx] for idx in regions], peer_pages)
-            self._post(write, source, target)
+            source = _descriptors([self._regions[idx] for idx in regions], pages, self._device_idx)
+            target = _descriptors([there.regions[idx] for idx in regions], peer_pages, there.device_idx)
+            self._post(write, self._agent.get_xfer_descs(source, self._memory), self._agent.get_xfer_descs(target, there.memory))
         return write
 
-    def _post(self, write: NixlWrite, source: np.ndarray, target: np.ndarray) -> None:
-        lists = (self._agent.get_xfer_descs(array, "DRAM") for array in (source, target))
+    def _post(self, write: NixlWrite, source: Any, target: Any) -> None:
         try:
-            write.handle = self._agent.initialize_xfer("WRITE", *lists, write.peer)
+            write.handle = self._agent.initialize_xfer("WRITE", source, target, write.peer)
             self._agent.transfer(write.handle)
         except self._errors:
             self._settle(write, WriteState.FAILED)
@@ -152,9 +189,12 @@ class NixlTransfer:
         for peer in self._leaving - {write.peer for write in self._writes}:
             self._agent.remove_remote_agent(peer)
             self._leaving.remove(peer)
+        self._fetch()
         arrived = []
-        for peer, notes in self._agent.get_new_notifs().items():
-            arrived += [(peer, part) for note in notes if (part := _decode(note)) is not None]
+        while self._notes:
+            peer, note = self._notes.popleft()
+            if (part := _decode(note)) is not None:
+                arrived.append((peer, part))
         return arrived
 
     def _advance(self, write: NixlWrite) -> None:
@@ -180,6 +220,9 @@ class NixlTransfer:
 
     def close(self) -> None:
         """See `hw.transfer.KVTransfer`."""
+        self._closed = True
+        self._active.set()
+        self._progress.join()
         for peer in list(self._peers):
             self.disconnect(peer)
         self._writes.clear()
@@ -187,13 +230,14 @@ class NixlTransfer:
         self._caches.clear()
 
 
-def _descriptors(regions: list[_Region], pages: Sequence[int]) -> np.ndarray:
+def _descriptors(regions: list[_Region], pages: Sequence[int], device_idx: int) -> np.ndarray:
     """Address, bytes and device of each page of each region: `[len(regions) * len(pages), 3]` uint64."""
     page_idx = np.asarray(pages, dtype=np.uint64)
     table = np.zeros((len(regions), len(pages), 3), dtype=np.uint64)
     for row, region in zip(table, regions, strict=True):
         row[:, 0] = page_idx * np.uint64(region.page_bytes) + np.uint64(region.address)
         row[:, 1] = region.page_bytes
+        row[:, 2] = device_idx
     return table.reshape(-1, 3)
 
 
@@ -209,8 +253,10 @@ def _check(caches: Sequence[torch.Tensor]) -> None:
     if not caches or len({len(cache) for cache in caches}) != 1:
         raise ValueError(f"regions of one cache have one number of pages, not {[len(cache) for cache in caches]}")
     for cache in caches:
-        if cache.device.type != "cpu":
+        if cache.device.type not in _MEMORY:
             raise Unsupported(f"nixl: pages in memory of {cache.device}")
+        if cache.device != caches[0].device:
+            raise ValueError(f"pages lie on {caches[0].device} and on {cache.device}")
         if not cache.is_contiguous():
             raise ValueError(f"pages of shape {list(cache.shape)} and strides {list(cache.stride())} are not one behind the other")
 

@@ -71,6 +71,9 @@ class KVTransfer(Protocol):
     def poll(self) -> list[tuple[str, Part]]:
         """Advance all writes; parts that peers announced since the last call, and by whom. Never waits."""
 
+    def set_active(self, active: bool) -> None:
+        """Whether parts are expected or under way, as at first. While they are not, nothing moves but in `poll`, and nothing costs time."""
+
     def close(self) -> None:
         """Disconnect all peers and give up the registration of the pages."""
 
