@@ -39,9 +39,11 @@ class MLALayer:
         q_rank, q_out = config.q_lora_rank, num_heads * config.qk_head_dim
         # This rank's heads may end within an FP8 block; the whole model's end where the tensor does.
         split = num_heads < config.num_heads
-        # Down-projections of query and latent read the same input: one product.
-        self.down = storage.matrix((q_rank or 0) + config.latent_dim, config.hidden_size, edges=() if q_rank is None else (q_rank,))
-        self.q_up = storage.matrix(q_out, config.hidden_size if q_rank is None else q_rank, edges=(q_out,) if split else ())
+        # Whatever reads the layer's input is one product: the down-projections of query and latent or, where queries have no latent, the
+        # queries themselves and the latent.
+        self.q_width = q_out if q_rank is None else q_rank
+        self.down = storage.matrix(self.q_width + config.latent_dim, config.hidden_size, edges=(self.q_width,))
+        self.q_up = None if q_rank is None else storage.matrix(q_out, q_rank, edges=(q_out,) if split else ())
         self.q_norm = None if q_rank is None else storage.dense(q_rank)
         self.kv_norm = storage.dense(config.kv_lora_rank)
         # Absorption takes this matrix apart by head, so it is never kept in blocks.
@@ -50,12 +52,12 @@ class MLALayer:
         self.w_uv = self.kv_up[:, config.qk_nope_head_dim :]  # [H, v, L]
         v_out = num_heads * config.v_head_dim
         self.out = storage.matrix(config.hidden_size, v_out, edges=(v_out,) if split else ())
-        self.takes_quant = ops.quantizes(self.down, storage.dtype) and (q_rank is not None or ops.quantizes(self.q_up, storage.dtype))
-        self.q_quant, self.out_quant = ops.quantizes(self.q_up, storage.dtype), ops.quantizes(self.out, storage.dtype)
+        self.takes_quant, self.out_quant = ops.quantizes(self.down, storage.dtype), ops.quantizes(self.out, storage.dtype)
+        self.q_quant = self.q_up is not None and ops.quantizes(self.q_up, storage.dtype)
 
     def weights(self) -> list[Weight]:
         """Checkpoint tensors of this layer, by their hub names."""
-        c, q_rank = self.config, self.config.q_lora_rank
+        c, q_rank, q_width = self.config, self.config.q_lora_rank, self.q_width
 
         def weight(name, shape, target, kind="matrix", rows_per_head=None, columns_per_head=None) -> Weight:
             first, last = self.first_head, self.first_head + self.num_heads
@@ -68,16 +70,16 @@ class MLALayer:
 
         q_out, kv_out = c.num_heads * c.qk_head_dim, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
         found = [
-            weight("kv_a_proj_with_mqa", (c.latent_dim, c.hidden_size), rows(self.down, q_rank or 0, self.down.shape[0])),
+            weight("kv_a_proj_with_mqa", (c.latent_dim, c.hidden_size), rows(self.down, q_width, self.down.shape[0])),
             weight("kv_a_layernorm", (c.kv_lora_rank,), self.kv_norm, "norm"),
             weight("kv_b_proj", (kv_out, c.kv_lora_rank), self.kv_up, rows_per_head=kv_out // c.num_heads),
             weight("o_proj", (c.hidden_size, c.num_heads * c.v_head_dim), self.out, columns_per_head=c.v_head_dim),
         ]
         if q_rank is None:
-            return [*found, weight("q_proj", (q_out, c.hidden_size), self.q_up, rows_per_head=c.qk_head_dim)]
+            return [*found, weight("q_proj", (q_out, c.hidden_size), rows(self.down, 0, q_width), rows_per_head=c.qk_head_dim)]
         return [
             *found,
-            weight("q_a_proj", (q_rank, c.hidden_size), rows(self.down, 0, q_rank)),
+            weight("q_a_proj", (q_rank, c.hidden_size), rows(self.down, 0, q_width)),
             weight("q_a_layernorm", (q_rank,), self.q_norm, "norm"),
             weight("q_b_proj", (q_out, q_rank), self.q_up, rows_per_head=c.qk_head_dim),
         ]
@@ -90,10 +92,11 @@ class MLALayer:
         c, ops = self.config, self.ops
         down = ops.linear(x, self.down)
         q_input, latent, key = ops.latent_write(
-            down, self.q_norm, self.kv_norm, c.latent_norm_eps, meta.positions, self.table, cache, meta.slots,
-            self.q_quant,
+            down if self.q_norm is not None else down[:, self.q_width :], self.q_norm, self.kv_norm, c.latent_norm_eps, meta.positions,
+            self.table, cache, meta.slots, self.q_quant,
         )  # fmt: skip
-        q = ops.linear(x if q_input is None else q_input, self.q_up).view(-1, self.num_heads, c.qk_head_dim)
+        q = down[:, : self.q_width] if q_input is None else ops.linear(q_input, self.q_up)
+        q = q.view(-1, self.num_heads, c.qk_head_dim)
 
         num_decode = 0 if meta.decode is None else meta.decode.num_tokens
         chunks, alone = slice(num_decode, None), meta.prefill is None

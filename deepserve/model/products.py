@@ -14,7 +14,9 @@ def products(model: Decoder) -> dict[str, Matrix]:
     found: dict[str, Matrix] = {}
     for layer in model.layers:
         attention = layer.attention
-        found |= {"attention down": attention.down, "query up": attention.q_up, "attention out": attention.out}
+        found |= {"attention down": attention.down, "attention out": attention.out}
+        if attention.q_up is not None:
+            found["query up"] = attention.q_up
         mlps = {"dense": layer.dense}
         if layer.moe is not None:
             found |= {"experts gate and up": layer.moe.local.gate_up, "experts down": layer.moe.local.down}
