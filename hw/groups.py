@@ -35,6 +35,10 @@ class Group:
 
     def __init__(self, name: str, ranks: list[int], rank: int, rendezvous: Rendezvous | None):
         """Collective over `ranks`; `rank` is this process's, and one of them. Raises PeerLost."""
+        self.open(name, ranks, rank, rendezvous)
+
+    def open(self, name: str, ranks: list[int], rank: int, rendezvous: Rendezvous | None) -> None:
+        """Become a group of these ranks; whoever has this object goes on with them."""
         self.name, self.ranks, self.rank, self.size = name, ranks, ranks.index(rank), len(ranks)
         self.timeout_s = 0.0  # longest that a peer may be late
         self._comm: Any = None
@@ -52,6 +56,10 @@ class Group:
         options._timeout = timedelta(seconds=rendezvous.timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=rendezvous.address)]
         return dist.ProcessGroupGloo(dist.PrefixStore(self.name, rendezvous.store), self.rank, self.size, options)
+
+    def close(self) -> None:
+        """Hang up: peers that wait for this rank lose it at once."""
+        self._comm = None
 
     def set_timeout(self, timeout_s: float) -> None:
         """From now on a peer may be this late; every rank of the group says so at the same point."""
@@ -144,12 +152,12 @@ def in_order(options: Any) -> Any:
     return options
 
 
-@dataclass(frozen=True)
+@dataclass
 class Groups:
-    """The groups of one rank."""
+    """The groups of one rank. Which ranks are in them may change (`reopen`); the group objects stay the same."""
 
     parallel: ParallelConfig
-    rank: int
+    rank: int  # by which its peers know it
     world: Group  # all ranks: votes and other control
     tp: Group  # ranks that share this rank's attention
     ep: Group  # all ranks: tokens to experts and back
@@ -160,21 +168,35 @@ class Groups:
         """Whether this rank schedules for its TP group."""
         return self.tp.rank == 0
 
+    @property
+    def dp_rank(self) -> int:
+        """Which of the DP replicas this rank belongs to."""
+        return self.parallel.place(self.rank).dp
+
     def set_timeout(self, timeout_s: float) -> None:
         """From now on a peer may be this late in any of the groups."""
         for group in (self.world, self.tp, self.ep):
             group.set_timeout(timeout_s)
 
+    def close(self) -> None:
+        """Hang up in all groups."""
+        for group in (self.world, self.tp, self.ep):
+            group.close()
+
+    def reopen(self, parallel: ParallelConfig, rank: int, rendezvous: Rendezvous) -> None:
+        """Closed groups become those of another set of ranks, in which this one is `rank`. Collective over them; raises PeerLost."""
+        self.parallel, self.rank = parallel, rank
+        for group, (name, ranks) in zip((self.world, self.tp, self.ep), _members(parallel, rank), strict=True):
+            group.open(name, ranks, rank, rendezvous)
+
 
 def open_groups(parallel: ParallelConfig, rank: int, rendezvous: Rendezvous | None = None) -> Groups:
     """Collective over all ranks of the instance. Raises PeerLost."""
-    everyone = list(range(parallel.num_ranks))
-    dp = parallel.place(rank).dp
-    return Groups(
-        parallel=parallel,
-        rank=rank,
-        world=Group("world", everyone, rank, rendezvous),
-        tp=Group(f"tp{dp}", parallel.tp_group(dp), rank, rendezvous),
-        ep=Group("ep", everyone, rank, rendezvous),
-        rendezvous=rendezvous,
-    )
+    world, tp, ep = (Group(name, ranks, rank, rendezvous) for name, ranks in _members(parallel, rank))
+    return Groups(parallel=parallel, rank=rank, world=world, tp=tp, ep=ep, rendezvous=rendezvous)
+
+
+def _members(parallel: ParallelConfig, rank: int) -> list[tuple[str, list[int]]]:
+    """Name and ranks of each group of a rank: world, tp, ep."""
+    everyone, dp = list(range(parallel.num_ranks)), parallel.place(rank).dp
+    return [("world", everyone), (f"tp{dp}", parallel.tp_group(dp)), ("ep", everyone)]

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,27 @@ def test_a_peer_that_never_comes(tmp_path: Path):
     with pytest.raises(PeerLost, match="'tp0' of 2 ranks did not come together"):
         Group("tp0", [4, 5], 4, Rendezvous(dist.FileStore(str(tmp_path / "rendezvous"), 2), timeout_s=1.0))
     assert time.monotonic() - started < 5.0
+
+
+def go_on_without_first(rendezvous, rank):
+    groups = open_groups(ParallelConfig(dp=2, tp=2), rank, rendezvous)
+    before = groups.world
+    groups.ep.barrier()
+    if rank == 0:
+        os._exit(0)
+    with pytest.raises(PeerLost):
+        groups.world.all_gather_ints([rank])
+    groups.close()
+    if rank == 1:
+        return None
+    again = replace(rendezvous, store=dist.PrefixStore("again", rendezvous.store))
+    groups.reopen(ParallelConfig(dp=1, tp=2), rank - 2, again)
+    assert groups.world is before
+    return groups.world.all_gather_ints([rank]), groups.tp.all_gather_ints([rank]), (groups.dp_rank, groups.tp.rank)
+
+
+def test_survivors_open_their_groups_anew(tmp_path: Path):
+    with Ranks(4, tmp_path) as ranks:
+        found = ranks.outcomes(go_on_without_first)
+    assert isinstance(found[0], Died)
+    assert found[2:] == [([[2], [3]], [[2], [3]], (0, 0)), ([[2], [3]], [[2], [3]], (0, 1))]
