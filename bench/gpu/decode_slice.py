@@ -59,9 +59,19 @@ V3 = {
 RECORDED_128 = {"mla_decode": 232, "linear 2112 x 7168": 18, "linear 24576 x 1536": 23, "linear 7168 x 16384": 51}
 
 
+# For rehearsals on a CPU.
+NARROW = {"vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
+          "moe_intermediate_size": 256}  # fmt: skip
+
+
+def v3(num_layers: int, num_experts: int, *, narrow: bool) -> dict:
+    """The config of a slice; with all 256 experts the gate limits a token to four of eight groups, as the model's own does."""
+    sizes = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "num_nextn_predict_layers": 1}
+    return {**V3, **sizes, **({"n_group": 8, "topk_group": 4} if num_experts == 256 else {}), **(NARROW if narrow else {})}
+
+
 def make_engine(folder: Path, groups: Groups, args: argparse.Namespace) -> Engine:
-    sizes = {"num_hidden_layers": args.layers, "n_routed_experts": 8 * args.dp, "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps({**V3, **sizes}))
+    (folder / "config.json").write_text(json.dumps(v3(args.layers, args.experts * args.dp, narrow=args.device == "cpu")))
     most, width = max(args.num_seqs), 1 + args.mtp
     max_model_len = -(-(args.context + width * (args.steps + 48) + 96) // 64) * 64
     options = {
@@ -103,7 +113,7 @@ def measure(stepper: Stepper, num_seqs: int, args: argparse.Namespace) -> dict:
     engine = stepper.engine
     rng = random.Random(1000 * engine.groups.rank + num_seqs)
     for i in range(num_seqs):
-        prompt = [rng.randrange(2, V3["vocab_size"]) for _ in range(args.context + 1)]
+        prompt = [rng.randrange(2, engine.config.model.vocab_size) for _ in range(args.context + 1)]
         pretend_computed(engine, prompt)
         params = SamplingParams(temperature=0.0, max_tokens=(1 + args.mtp) * (args.steps + 48), ignore_eos=True)
         engine.submit(Submit(f"{num_seqs}-{i}", prompt, validate(prompt, params, engine.limits)))
@@ -200,9 +210,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--experts", type=int, default=8, help="routed experts for each GPU; 32 with --dp 8: all that the model has")
     parser.add_argument("--mtp", type=int, default=0, help="drafts a step")
     parser.add_argument("--acceptance", type=float, default=0.8, help="share of drafts that are made to stand")
-    parser.add_argument("--device", default="cuda", help="cpu only rehearses, with few --layers")
+    parser.add_argument("--device", default="cuda", help="cpu only rehearses, with narrow layers")
     parser.add_argument("--breakdown", type=int, nargs="*", metavar="SEQS", help="where a step's time goes, at these sizes or at all")
     parser.add_argument("--json")
     args = parser.parse_args()

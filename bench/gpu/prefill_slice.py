@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from decode_slice import V3
+from decode_slice import v3
 from ranks import Stepper, run_ranks
 
 from deepserve.config import EngineArgs
@@ -36,8 +36,9 @@ def make_engine(groups: Groups, args: argparse.Namespace) -> Engine:
     if args.device == "cpu":  # a rehearsal
         options |= {"weight_format": "fp8", "dtype": "float32"}
     with tempfile.TemporaryDirectory() as folder:
-        config = {**V3, "num_hidden_layers": args.layers, "n_routed_experts": 8 * args.dp * args.tp}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / "config.json").write_text(
+            json.dumps(v3(args.layers, args.experts * args.dp * args.tp, narrow=args.device == "cpu"))
+        )
         return Engine(resolve(EngineArgs(model=folder, **options)), groups)
 
 
@@ -49,7 +50,7 @@ def run(groups: Groups, args: argparse.Namespace) -> None:
 
     def submit(name: str) -> None:
         if engine.groups.is_leader:
-            prompt = [rng.randrange(2, V3["vocab_size"]) for _ in range(args.length)]
+            prompt = [rng.randrange(2, engine.config.model.vocab_size) for _ in range(args.length)]
             params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
             engine.submit(Submit(name, prompt, validate(prompt, params, engine.limits)))
 
@@ -90,7 +91,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=16384, help="most tokens of a step")
     parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--device", default="cuda", help="cpu only rehearses, with few --layers")
+    parser.add_argument("--experts", type=int, default=8, help="routed experts for each GPU")
+    parser.add_argument("--device", default="cuda", help="cpu only rehearses, with narrow layers")
     parser.add_argument("--json")
     args = parser.parse_args()
     run_ranks(ParallelConfig(dp=args.dp, tp=args.tp), run, args)

@@ -12,6 +12,7 @@ import zmq
 
 from deepserve.engine.engine import Engine
 from deepserve.engine.lockstep import Ballot, Lockstep
+from deepserve.engine.request import SequenceOutput
 from hw.groups import Groups, Rendezvous, open_groups
 from hw.topology import ParallelConfig
 
@@ -29,6 +30,7 @@ class Stepper:
         cap = engine.config.args.max_dispatch_tokens_per_rank
         self._lockstep = Lockstep(engine.groups, zmq.Context.instance(), cap, captured=engine.captures)
         self.plan_s = 0.0  # of the latest step
+        self.outputs: list[SequenceOutput] = []  # that the latest step brought
 
     def step(self) -> bool:
         """One step of all ranks. Returns whether anybody had something to do."""
@@ -40,13 +42,14 @@ class Stepper:
             num_tokens, num_drafts = (0, 0) if plan is None else (plan.num_tokens, plan.num_drafts)
             ballot = Ballot(num_tokens, engine.has_work, engine.has_launched, num_drafts=num_drafts)
         outcome = self._lockstep.vote(ballot)
+        self.outputs = []
         if outcome.idle:
             return False
         if outcome.collect:
-            engine.collect()
+            self.outputs = engine.collect()
         else:
             has_tokens = outcome.num_tokens[self._dp_rank] > 0
-            engine.run(plan, outcome.step, has_tokens=has_tokens, num_drafts=outcome.num_drafts)
+            self.outputs = engine.run(plan, outcome.step, has_tokens=has_tokens, num_drafts=outcome.num_drafts)
         return True
 
 
