@@ -101,6 +101,9 @@ Utilization = Annotated[
     _option("--memory-utilization", "--gpu-memory-utilization", "--mem-fraction-static", help="Share of free memory.", panel=_CACHE),
 ]
 
+CpuKernels = Annotated[
+    str, _option("--cpu-kernels", help="native: compiled here once, by g++ or clang++; torch; auto: native if that works.", panel=_ENGINE)
+]
 
 def _engine_args(values: dict[str, Any]) -> EngineArgs:
     found = {name: values[name] for name in EngineArgs.__struct_fields__ if name in values}
@@ -166,6 +169,7 @@ def serve(
 def generate(
     model: Model = _DEFAULTS.model,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Prompt text; may be given several times.")] = None,
+    cpu_kernels: CpuKernels = _DEFAULTS.cpu_kernels,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="One prompt a line; - reads stdin.")] = None,
     chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put each prompt through the chat template.")] = True,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")] = 256,
@@ -204,6 +208,7 @@ def generate(
             outputs = llm.chat(messages, params) if chat else llm.generate(prompts, params)
     except ValueError as error:
         _fail(str(error))
+    cpu_kernels: CpuKernels = _DEFAULTS.cpu_kernels,
     for text, output in zip(prompts, outputs, strict=True):
         answer = output.outputs[0]
         if as_json:

@@ -14,7 +14,9 @@ PAGE_SIZE = 64
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 WEIGHT_FORMATS = ("auto", "fp8", "dequantized")
-RANK_DEATH_POLICIES = ("fail",)  # the instance ends, non-zero, naming the rank
+CPU_KERNELS = ("auto", "native", "torch")
+# "fail": the instance ends, non-zero, naming the rank; "replan": the others go on, and the dead one is started again.
+RANK_DEATH_POLICIES = ("fail", "replan")
 
 
 MAX_SPECULATIVE_TOKENS = 16
@@ -64,6 +66,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
     step_timeout_s: float = 120.0  # a rank that is silent, or late to a collective, for this long is lost, and its instance ends
     on_rank_death: str = "fail"  # what becomes of an instance when a rank dies
+    cpu_kernels: str = "auto"  # "native": compiled by the machine's own compiler; "torch"; auto: native where they can be had
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +94,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if args.weight_format == "fp8" and model.quantization is None:
             raise ValueError("weight_format 'fp8' needs a checkpoint in block-FP8, this one is not")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_dispatch_tokens_per_rank"):
+        if args.cpu_kernels not in CPU_KERNELS:
+            raise ValueError(f"cpu_kernels must be one of {', '.join(CPU_KERNELS)}, got {args.cpu_kernels!r}")
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
         for name in ("num_pages", "num_threads", "kv_cache_memory_bytes", "max_model_len"):

@@ -63,7 +63,7 @@ def inspect_model(args: EngineArgs) -> Report:
     facts = backend_facts(args.device)
     dtype = facts.compute_dtype(config.model.dtype) if args.dtype == "auto" else args.dtype
     # Without storage no device is needed, so any backend will do to build with.
-    models = [_build(config, open_backend("cpu"), facts, dtype, rank) for rank in range(config.parallel.num_ranks)]
+    models = [_build(config, open_backend("cpu", cpu_kernels="torch"), facts, dtype, rank) for rank in range(config.parallel.num_ranks)]
     ranks = [_rank_plan(config, rank, model) for rank, model in enumerate(models)]
     spec = models[0].cache_spec()
     budget, refusals = _budget(config, spec, ranks)
@@ -74,7 +74,7 @@ def _budget(config: EngineConfig, spec: CacheSpec, ranks: list[RankPlan]) -> tup
     """The pages that fit this machine's device, or why none do."""
     args = config.args
     try:
-        runtime = open_backend(args.device, batch_invariant=args.batch_invariant).runtime
+        runtime = open_backend(args.device, batch_invariant=args.batch_invariant, cpu_kernels="torch").runtime
     except Unsupported as error:
         return None, [str(error)]
     # What ranks of this machine share (of a CPU: its memory) they share when they start, too.

@@ -21,8 +21,10 @@ def open_backend(
 
     Raises ValueError for an unknown name, Unsupported for a flag that it cannot promise and for what is missing here.
     """
+    cpu_kernels: str = "auto",
     groups = groups or open_groups(ParallelConfig(), 0)
     options = {
+    cpu_kernels: of the CPU backend, "native" (compiled here), "torch", or "auto": native where they can be had.
         "batch_invariant": batch_invariant,
         "max_dispatch_tokens_per_rank": max_dispatch_tokens_per_rank,
         "num_threads": num_threads,
@@ -30,14 +32,15 @@ def open_backend(
     if name == "cpu":
         from hw.cpu.backend import open_cpu
 
-        return open_cpu(groups, **options)
+        return open_cpu(groups, cpu_kernels=cpu_kernels, **options)
+        "kernel_cache_dir": kernel_cache_dir,
     if name == "cuda":
         try:
             from hw.cuda.backend import open_cuda
         except ModuleNotFoundError as error:
             raise Unsupported(f"cuda: {error.name} is not installed; it comes with a torch that is built for CUDA") from None
 
-        return open_cuda(groups, kernel_cache_dir=kernel_cache_dir, **options)
+        return open_cuda(groups, **options)
     raise ValueError(_unknown(name))
 
 

@@ -6,6 +6,7 @@ The grids hold shapes only, so that every backend and the benches read the same 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,15 @@ def available_backends() -> list[str]:
     if torch.accelerator.is_available():
         present.add(torch.accelerator.current_accelerator().type)
     return [name for name in select.NAMES if name in present]
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """Ways to open a backend here whose results must agree: arguments of `open_backend` by a name for each."""
+    found: dict[str, dict[str, Any]] = {name: {"name": name} for name in available_backends()}
+    found["cpu-torch"] = {"name": "cpu", "cpu_kernels": "torch"}
+    for name in ("cpu", "cpu-torch"):
+        found[f"{name}-invariant"] = found[name] | {"batch_invariant": True}
+    return found
 
 
 def num_devices(name: str) -> int:

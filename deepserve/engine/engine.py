@@ -63,6 +63,7 @@ class Engine:
             unfilled = build_model(config, self.backend, self.groups.rank, torch.device("meta"))
             self.backend.runtime.warm_up(model_shapes(config, unfilled), progress)
         model = load_model(config, self.backend, rank=self.groups.rank, progress=progress)
+            cpu_kernels=args.cpu_kernels,
         model.reserve()  # before memory is planned
         rebalances = config.eplb.step_interval > 0 and bool(model.moe_layers())
         buffer = prepare_moves(model, self.backend, self.groups) if rebalances else None

@@ -1,10 +1,14 @@
-"""What the CPU backend decides without being opened. Everything is torch: the reference, or whole batches of it where that is faster."""
+"""What the CPU backend decides without being opened: kernels compiled on this machine where it can have them, torch for the rest."""
 
 from pathlib import Path
 
 import torch
 
+from hw.cpu.native import NoKernels, open_kernels
 from hw.rules import Facts, ModelShapes, Provider
+
+# Ops that the kernels serve, if all arguments are dense, fp32 or bf16.
+NATIVE = "linear, grouped_linear, grouped_linear_masked, absorb_query, unabsorb"
 
 
 def compute_dtype(checkpoint_dtype: str) -> str:
@@ -14,9 +18,17 @@ def compute_dtype(checkpoint_dtype: str) -> str:
 
 
 def providers(model: ModelShapes) -> list[Provider]:
-    """One for all ops."""
-    comm = "in this process" if model.num_ranks == 1 else "gloo"
-    return [Provider("all of Ops", "torch (reference)", shape="all"), Provider("dispatch, combine", comm, shape="all")]
+    """The kernels are compiled, if they have not been: only so can it be told whether they work."""
+    comm = Provider("dispatch, combine", "in this process" if model.num_ranks == 1 else "gloo", shape="all")
+    try:
+        kernels = open_kernels()
+    except NoKernels as error:
+        return [Provider("all of Ops", "torch", f"native kernels: {error}", shape="all"), comm]
+    return [
+        Provider(NATIVE, f"native kernels for {kernels.target}", shape="dense weights"),
+        Provider("the rest", "torch", shape="all"),
+        comm,
+    ]
 
 
 FACTS = Facts(keeps_fp8=False, compute_dtype=compute_dtype, providers=providers)

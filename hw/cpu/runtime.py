@@ -64,6 +64,9 @@ class CpuRuntime:
         result = work()
         return lambda: result
 
+    def fork(self) -> Callable[[Callable[[], T]], T]:
+        return lambda work: work()
+
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         """Nothing is compiled."""
 

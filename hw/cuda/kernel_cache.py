@@ -4,17 +4,13 @@ A copy serves on another machine with the same GPU and compiler and the librarie
 from, among others, the path of its own header files.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager
 
 from hw.api import Unsupported
-
-DEFAULT_FOLDER = "~/.cache/deepserve/kernels"
+from hw.kernel_folder import locked, make_folder
 
 
 class KernelCache:
@@ -25,11 +21,10 @@ class KernelCache:
 
         Raises Unsupported if the folder cannot be made.
         """
-        self.folder = Path(folder or DEFAULT_FOLDER).expanduser().absolute()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder = make_folder(folder)
         except OSError as error:
-            raise Unsupported(f"cuda: the kernel cache {self.folder} cannot be made: {error.strerror}") from None
+            raise Unsupported(f"cuda: the kernel cache {error.filename} cannot be made: {error.strerror}") from None
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         self._kernels = self.folder / "deep_gemm"
         self._note = self._kernels / "cache" / f"compiled-{digest}.json"  # beside the kernels it speaks of
@@ -41,12 +36,9 @@ class KernelCache:
         os.environ["DG_JIT_CACHE_DIR"] = str(self._kernels)
         triton.knobs.cache.dir = str(self.folder / "triton")
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """One process at a time; the others wait, and then find what the first one compiled."""
-        with (self.folder / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        return locked(self.folder)
 
     def lacking(self, wanted: dict[str, set[int]]) -> dict[str, set[int]]:
         """What of `wanted`, row counts by product, has not been compiled yet."""

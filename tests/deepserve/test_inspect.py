@@ -10,6 +10,7 @@ import pytest
 from deepserve.config import EngineArgs
 from deepserve.engine.engine import Engine, resolve
 from deepserve.inspect import Report, inspect_model, size
+from hw.select import open_backend
 
 # DeepSeek-V3's published configuration.
 V3 = {
@@ -82,7 +83,9 @@ def test_who_computes_the_shipped_model():
     assert who(report)["mla_decode", "8 heads, latent 64 + rope 16"] == "Triton"
     (decode,) = [provider for provider in report.providers if provider.op == "mla_decode"]
     assert "FlashMLA: latent 64, it takes 512" in decode.reason
-    assert {provider.served_by for provider in inspect_model(EngineArgs()).providers} == {"torch (reference)", "in this process"}
+    target = open_backend("cpu", cpu_kernels="native").ops.kernels.target
+    by_cpu = {provider.served_by for provider in inspect_model(EngineArgs()).providers}
+    assert by_cpu == {f"native kernels for {target}", "torch", "in this process"}
     two = inspect_model(EngineArgs(device="cuda", data_parallel_size=2))
     (dispatch,) = [provider for provider in two.providers if provider.op == "dispatch, combine"]
     assert dispatch.served_by == "NCCL" and "DeepEP: hidden size 256, it takes 2048" in dispatch.reason

@@ -13,8 +13,10 @@ BACKENDS = pytest.mark.parametrize("name", available_backends())
 
 
 def test_select():
-    assert isinstance(open_backend("cpu", batch_invariant=True).ops, InvariantOps)
-    assert not isinstance(open_backend("cpu").ops, InvariantOps)
+    for kernels in ("native", "torch"):
+        assert isinstance(open_backend("cpu", batch_invariant=True, cpu_kernels=kernels).ops, InvariantOps)
+        opened = open_backend("cpu", cpu_kernels=kernels)
+        assert not isinstance(opened.ops, InvariantOps) and hasattr(opened.ops, "kernels") == (kernels == "native")
     assert open_backend("cpu", max_dispatch_tokens_per_rank=7).expert_comm.max_tokens_per_rank == 7
     with pytest.raises(ValueError, match="unknown device 'gpu', known are: " + ", ".join(NAMES)):
         open_backend("gpu")

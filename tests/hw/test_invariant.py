@@ -28,9 +28,9 @@ def threads(request: pytest.FixtureRequest, one_thread: None):
     return request.param
 
 
-@pytest.fixture
-def ops() -> Ops:
-    return open_backend("cpu", batch_invariant=True).ops
+@pytest.fixture(params=["native", "torch"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return open_backend("cpu", batch_invariant=True, cpu_kernels=request.param).ops
 
 
 def tensors(result: Any) -> tuple[torch.Tensor, ...]:

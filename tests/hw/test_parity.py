@@ -19,7 +19,6 @@ from hw.select import open_backend
 from hw.testing import assert_close, tolerance
 
 DTYPES = (torch.float32, torch.bfloat16)
-VARIANTS = [(name, False) for name in testing.available_backends()] + [("cpu", True)]
 
 
 @dataclass(frozen=True)
@@ -410,11 +409,11 @@ def check(ops: Ops, op: str, name: str, call: Call, device: torch.device) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("op", TABLE)
-@pytest.mark.parametrize(("backend", "invariant"), VARIANTS, ids=[f"{name}{'-invariant' * invariant}" for name, invariant in VARIANTS])
-def test_parity(backend: str, invariant: bool, op: str, dtype: torch.dtype):
+@pytest.mark.parametrize("variant", testing.variants())
+def test_parity(variant: str, op: str, dtype: torch.dtype):
     if op in FP32_ONLY and dtype != torch.float32:
         return
-    opened = open_backend(backend, batch_invariant=invariant)
+    opened = open_backend(**testing.variants()[variant])
     for name, call in TABLE[op](dtype):
         check(opened.ops, op, name, call, opened.runtime.device)
 
@@ -426,7 +425,7 @@ def test_cpu_attention_in_tiles_of_scores(op: str, tile: int, monkeypatch: pytes
     monkeypatch.setattr("hw.cpu.ops._SCORE_TILE", tile)
     monkeypatch.setattr("hw.cpu.invariant._ROWS", 3)
     for invariant in (False, True):
-        opened = open_backend("cpu", batch_invariant=invariant)
+        opened = open_backend("cpu", batch_invariant=invariant, cpu_kernels="torch")
         for name, call in TABLE[op](torch.float32):
             check(opened.ops, op, name, call, opened.runtime.device)
 

@@ -1,0 +1,201 @@
+// Matrix products of activations with weights as they lie in memory, sums in fp32.
+//
+// An element of a result is summed over the inner dimension in an order that depends on nothing but its length: not on how many rows
+// there are, which thread it falls to, or where it stands in a tile. So a row's bits are the same in any batch.
+#include <omp.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace {
+
+#ifdef __AVX512BF16__
+constexpr int kTileRows = 6;  // 24 sums, 4 weights and a row's piece fill the 32 registers
+#else
+constexpr int kTileRows = 2;
+#endif
+constexpr int kTileColumns = 4;
+constexpr int kBlockRows = 24;  // rows that stay in the first-level cache while weights pass
+
+// Rows of x times rows of w: out[i, j] = sum over k of x[i, k] * w[j, k], for kRows rows and up to four columns.
+template <class T, int kRows>
+void dot_tile(const T* x, int64_t x_row, const T* const* w, T* out, int64_t out_row, int64_t inner, int columns, int64_t ahead) {
+  using E = Elem<T>;
+  Vec acc[kRows][kTileColumns];
+  for (auto& row : acc)
+    for (Vec& sum : row) sum = zero();
+  int64_t k = 0;
+  for (; k + E::kSize <= inner; k += E::kSize) {
+    typename E::Reg b[kTileColumns];
+#pragma GCC unroll 4
+    for (int j = 0; j < kTileColumns; ++j) {
+      b[j] = E::read(w[j] + k);
+      _mm_prefetch(reinterpret_cast<const char*>(w[j] + k + ahead), _MM_HINT_T0);
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < kRows; ++i) {
+      typename E::Reg a = E::read(x + i * x_row + k);
+#pragma GCC unroll 4
+      for (int j = 0; j < kTileColumns; ++j) acc[i][j] = E::dot(acc[i][j], a, b[j]);
+    }
+  }
+  if (int rest = static_cast<int>(inner - k)) {
+    typename E::Reg b[kTileColumns];
+    for (int j = 0; j < kTileColumns; ++j) b[j] = E::read_part(w[j] + k, rest);
+    for (int i = 0; i < kRows; ++i) {
+      typename E::Reg a = E::read_part(x + i * x_row + k, rest);
+      for (int j = 0; j < kTileColumns; ++j) acc[i][j] = E::dot(acc[i][j], a, b[j]);
+    }
+  }
+  for (int i = 0; i < kRows; ++i) store_four(out + i * out_row, sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3]), columns);
+}
+
+// Columns `begin .. end` of all rows of one group.
+template <class T>
+void dot_columns(
+    const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
+  for (int64_t top = 0; top < rows; top += kBlockRows) {
+    const int64_t bottom = std::min(rows, top + kBlockRows);
+    for (int64_t j = begin; j < end; j += kTileColumns) {
+      const T* four[kTileColumns];
+      for (int c = 0; c < kTileColumns; ++c) four[c] = w + std::min(j + c, end - 1) * w_row;
+      const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, end - j));
+      for (int64_t i = top; i < bottom; i += kTileRows)
+        with_count<kTileRows>(std::min<int64_t>(kTileRows, bottom - i), [&](auto count) {
+          dot_tile<T, decltype(count)::value>(
+              x + i * x_row, x_row, four, out + i * out_row + j, out_row, inner, columns, kTileColumns * w_row);
+        });
+    }
+  }
+}
+
+// Rows of x times a weight that lies by inner rows, [inner, outer]: two registers of columns for kRows rows.
+template <int kRows>
+void spread_tile(const bf16* x, int64_t x_row, const bf16* w, int64_t w_row, bf16* out, int64_t out_row, int64_t inner, int columns) {
+  using E = Elem<bf16>;
+  Vec low[kRows], high[kRows];
+  for (int i = 0; i < kRows; ++i) low[i] = high[i] = zero();
+  for (int64_t k = 0; k < inner; k += 2) {
+    const bool both = k + 1 < inner;
+    const bf16* p = w + k * w_row;
+    typename E::Reg a, b = E::read_part(p, 0), first_half, second_half;
+    if (columns == E::kSize) {
+      a = E::read(p);
+      if (both) b = E::read(p + w_row);
+    } else {
+      a = E::read_part(p, columns);
+      if (both) b = E::read_part(p + w_row, columns);
+    }
+    pair_up(a, b, first_half, second_half);
+    for (int i = 0; i < kRows; ++i) {
+      uint32_t bits = x[i * x_row + k].bits;
+      if (both) bits |= static_cast<uint32_t>(x[i * x_row + k + 1].bits) << 16;
+      const typename E::Reg pair = splat_pair(bits);
+      low[i] = E::dot(low[i], pair, first_half);
+      high[i] = E::dot(high[i], pair, second_half);
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    in_order(low[i], high[i]);
+    bf16* p = out + i * out_row;
+    const int left = std::min(columns, kLanes), right = columns - left;
+    store_part(p, low[i], left);
+    if (right) store_part(p + kLanes, high[i], right);
+  }
+}
+
+template <int kRows>
+void spread_tile(const float* x, int64_t x_row, const float* w, int64_t w_row, float* out, int64_t out_row, int64_t inner, int columns) {
+  const int left = std::min(columns, kLanes), right = columns - left;
+  Vec low[kRows], high[kRows];
+  for (int i = 0; i < kRows; ++i) low[i] = high[i] = zero();
+  for (int64_t k = 0; k < inner; ++k) {
+    const Vec a = load_part(w + k * w_row, left), b = right ? load_part(w + k * w_row + kLanes, right) : zero();
+    for (int i = 0; i < kRows; ++i) {
+      const Vec value = splat(x[i * x_row + k]);
+      low[i] = fma(value, a, low[i]);
+      high[i] = fma(value, b, high[i]);
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    store_part(out + i * out_row, low[i], left);
+    if (right) store_part(out + i * out_row + kLanes, high[i], right);
+  }
+}
+
+template <class T>
+void spread_columns(
+    const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
+  for (int64_t j = begin; j < end; j += 2 * kLanes)
+    for (int64_t i = 0; i < rows; i += kTileRows)
+      with_count<kTileRows>(std::min<int64_t>(kTileRows, rows - i), [&](auto count) {
+        const int columns = static_cast<int>(std::min<int64_t>(2 * kLanes, end - j));
+        spread_tile<decltype(count)::value>(x + i * x_row, x_row, w + j, w_row, out + i * out_row + j, out_row, inner, columns);
+      });
+}
+
+struct Groups {
+  int64_t count;
+  const int64_t* starts;  // first row of each group in x and out; null: every group has `rows` rows, offset by the steps below
+  const int32_t* counts;
+  int64_t rows;
+  int64_t x_step, w_step, out_step;  // elements from one group to the next; those of x and out count without `starts` only
+};
+
+// Each group's rows times its weight. Threads take runs of columns, so that every weight is read by one of them only.
+template <class T, class Columns>
+void each_group(
+    const T* x, int64_t x_row, const T* w, T* out, int64_t out_row, const Groups& groups, int64_t outer, int align, int64_t threads,
+    Columns&& columns) {
+  int64_t busy = 0;
+  for (int64_t g = 0; g < groups.count; ++g) busy += groups.starts == nullptr || groups.counts[g] > 0;
+  if (!busy || !outer) return;
+  // A few runs for each thread even out what the machine takes from one of them; shorter ones would only be counted.
+  const int64_t wanted = (outer * busy + 4 * threads - 1) / (4 * threads);
+  const int64_t run = (std::clamp<int64_t>(wanted, 32, 128) + align - 1) / align * align;
+  const int64_t runs = (outer + run - 1) / run;
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads)) if (threads > 1)
+  for (int64_t task = 0; task < groups.count * runs; ++task) {
+    const int64_t g = task / runs, begin = task % runs * run, end = std::min(outer, begin + run);
+    const bool sorted = groups.starts != nullptr;
+    const int64_t rows = sorted ? groups.counts[g] : groups.rows;
+    if (!rows) continue;
+    const T* from = x + (sorted ? groups.starts[g] * x_row : g * groups.x_step);
+    T* to = out + (sorted ? groups.starts[g] * out_row : g * groups.out_step);
+    columns(from, w + g * groups.w_step, to, rows, begin, end);
+  }
+}
+
+template <class T>
+void products(
+    const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, const Groups& groups, int64_t outer, int64_t inner,
+    bool by_inner, int64_t threads) {
+  each_group(
+      x, x_row, w, out, out_row, groups, outer, by_inner ? 2 * kLanes : kTileColumns, threads,
+      [&](const T* from, const T* weight, T* to, int64_t rows, int64_t begin, int64_t end) {
+        if (by_inner)
+          spread_columns(from, x_row, weight, w_row, to, out_row, rows, inner, begin, end);
+        else
+          dot_columns(from, x_row, weight, w_row, to, out_row, rows, inner, begin, end);
+      });
+}
+
+}  // namespace
+
+// For each of `count` groups g and each of its rows: out = x @ w[g].T, or x @ w[g] if by_inner. All of one dtype, rows may be strided.
+EXPORT void product(
+    int64_t is_bf16, const void* x, int64_t x_row, const void* w, int64_t w_row, void* out, int64_t out_row, int64_t count,
+    const int64_t* starts, const int32_t* counts, int64_t rows, int64_t x_step, int64_t w_step, int64_t out_step, int64_t outer,
+    int64_t inner, int64_t by_inner, int64_t threads) {
+  const Groups groups{count, starts, counts, rows, x_step, w_step, out_step};
+  if (is_bf16)
+    products(
+        static_cast<const bf16*>(x), x_row, static_cast<const bf16*>(w), w_row, static_cast<bf16*>(out), out_row, groups, outer, inner,
+        by_inner != 0, threads);
+  else
+    products(
+        static_cast<const float*>(x), x_row, static_cast<const float*>(w), w_row, static_cast<float*>(out), out_row, groups, outer, inner,
+        by_inner != 0, threads);
+}

@@ -1,0 +1,120 @@
+"""The kernels of `csrc/`: compiled once with the machine's own compiler, kept in the folder of compiled kernels, called through ctypes.
+
+They see no torch: a call passes addresses, sizes and the number of threads, and gives up the interpreter's lock meanwhile. They run in the
+threads of the OpenMP library that torch has loaded, so that the two never wait for each other's.
+"""
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from hw.kernel_folder import locked, make_folder
+
+SOURCES = Path(__file__).parent / "csrc"
+COMPILERS = ("g++", "clang++")
+# By preference: flags of a CPU that can run it, as Linux names them, and what to tell the compiler.
+TARGETS = {
+    "AVX512-BF16": ({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+    "AVX2": ({"avx2", "fma", "bmi2", "f16c", "movbe"}, ("-march=x86-64-v3",)),
+}
+# No contraction: a product and a sum are two roundings wherever torch makes two.
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-fvisibility=hidden")
+_CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+# Arguments of each kernel: pointer, int64, float.
+_SIGNATURES = {
+    "product": "ipipipiippiiiiiiii",
+}
+
+
+class NoKernels(Exception):
+    """The kernels cannot be had here; the message says why, in a few words."""
+
+
+class Kernels:
+    """The loaded library; each kernel is an attribute. Addresses are those of tensors in memory, `None` for one that is left out."""
+
+    def __init__(self, path: Path, target: str):
+        self.path, self.target = path, target
+        library = ctypes.CDLL(str(path))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_CTYPES[letter] for letter in arguments], None
+            setattr(self, name, function)
+
+
+def open_kernels(folder: str | None = None, target: str | None = None) -> Kernels:
+    """Load the kernels, compiling them first if nobody has. folder: that of compiled kernels; None: the default. target: one of `TARGETS`;
+    None: the best that this CPU can run.
+
+    Raises NoKernels. Several processes may call it at once: one compiles, and nobody sees an unfinished file.
+    """
+    target = target or best_target()
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NoKernels(f"no C++ compiler is here ({' or '.join(COMPILERS)})")
+    threads, sources = _openmp(), sorted(SOURCES.iterdir())
+    version = _run([compiler, "--version"])
+    facts = (version, target, _FLAGS, TARGETS[target], torch.__version__, threads, [(s.name, s.read_bytes()) for s in sources])
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    try:
+        kept = make_folder(folder)
+        path = kept / "cpu" / f"kernels-{digest}.so"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            with locked(path.parent):
+                if not path.exists():
+                    _compile([s for s in sources if s.suffix == ".cpp"], path, compiler, TARGETS[target][1], threads)
+        return Kernels(path, target)
+    except OSError as error:
+        raise NoKernels(f"they cannot be kept or loaded: {error}") from None
+
+
+def best_target() -> str:
+    """The first of `TARGETS` that this CPU can run. Raises NoKernels."""
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64"):
+        raise NoKernels(f"they are for x86-64, this CPU is {machine}")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError as error:
+        raise NoKernels(f"the CPU cannot be asked what it can do: {error}") from None
+    flags = set(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+    for target, (needed, _) in TARGETS.items():
+        if needed <= flags:
+            return target
+    raise NoKernels("they need a CPU with AVX2")
+
+
+def _openmp() -> str:
+    """The OpenMP library of this process, torch's; the compiler's own if torch has none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split()[-1]
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            return path
+    return "-fopenmp"
+
+
+def _compile(sources: list[Path], path: Path, compiler: str, target: tuple[str, ...], threads: str) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        objects = [str(Path(work, source.stem + ".o")) for source in sources]
+        commands = [[compiler, *_FLAGS, *target, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        with ThreadPoolExecutor(len(commands)) as pool:
+            list(pool.map(_run, commands))
+        fresh = Path(work, path.name)
+        _run([compiler, "-shared", *objects, threads, "-o", str(fresh)])
+        fresh.replace(path)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [f"code {done.returncode}"]
+        raise NoKernels(f"{Path(command[0]).name} failed: {lines[0]}")
+    return done.stdout

@@ -1,0 +1,79 @@
+"""Products by the kernels of `csrc/products.cpp`. A mixin over ops in torch, which do whatever these do not take."""
+
+import torch
+
+from hw.api import ExpertRows, Rows
+from hw.cpu.native import Kernels
+from hw.quant import QuantTensor, dequantize
+
+
+def takes(*tensors: torch.Tensor | QuantTensor) -> bool:
+    """Dense, of one dtype that the kernels know, values of a row side by side."""
+    dtype = tensors[0].dtype if isinstance(tensors[0], torch.Tensor) else None
+    known = dtype is torch.bfloat16 or dtype is torch.float32
+    return known and all(isinstance(t, torch.Tensor) and t.dtype is dtype and t.stride(-1) == 1 for t in tensors)
+
+
+class NativeProducts:
+    """See `hw.api.Ops`. Weights are read as they lie in memory, so whoever fills or moves them need not know of the kernels.
+
+    A row's result does not depend on the other rows, whichever mode the ops below are for.
+    """
+
+    kernels: Kernels
+
+    def linear(self, x: Rows, weight):
+        if isinstance(weight, QuantTensor) and isinstance(x, torch.Tensor):
+            weight = dequantize(weight, x.dtype)
+        if not takes(x, weight):
+            return super().linear(x, weight)
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+        self._product(x, weight, out, rows=x.shape[0])
+        return out
+
+    def head_matmul(self, x, weight):
+        by_inner = weight.stride(2) == 1  # [H, K, N]; else a view of [H, N, K]
+        stored = weight if by_inner else weight.transpose(1, 2)
+        if not takes(x, stored):
+            return super().head_matmul(x, weight)
+        out = torch.empty(*x.shape[:2], weight.shape[2], dtype=x.dtype)
+        self._heads(x, stored, out, by_inner=by_inner)
+        return out
+
+    def grouped_linear(self, x: Rows, weight, layout: ExpertRows):
+        if not takes(x, weight):
+            return super().grouped_linear(x, weight, layout)
+        out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)
+        starts, counts = torch.tensor(layout.starts, dtype=torch.int64), torch.tensor(layout.counts, dtype=torch.int32)
+        self._product(x, weight, out, starts=starts, counts=counts)
+        return out
+
+    def grouped_linear_masked(self, x: Rows, weight, counts, expected=None):
+        if not takes(x, weight):
+            return super().grouped_linear_masked(x, weight, counts, expected)
+        num_experts, capacity, inner = x.shape
+        out = torch.empty(num_experts, capacity, weight.shape[1], dtype=x.dtype)
+        starts = torch.arange(0, num_experts * capacity, capacity) if capacity else counts.long()
+        self._product(x.view(-1, inner), weight, out.view(-1, out.shape[2]), starts=starts, counts=counts.int())
+        return out
+
+    def _product(self, x, weight, out, *, rows: int = 0, starts=None, counts=None) -> None:
+        """One weight `[N, K]` for `rows` rows, or `[E, N, K]` for `counts` rows from `starts` on."""
+        grouped = starts is not None
+        num_groups, w_step = (weight.shape[0], weight.stride(0)) if grouped else (1, 0)
+        self.kernels.product(
+            x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(-2), out.data_ptr(), out.stride(0),
+            num_groups, starts.data_ptr() if grouped else None, counts.data_ptr() if grouped else None, rows, 0, w_step, 0,
+            weight.shape[-2], weight.shape[-1], False, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _heads(self, x, weight, out, *, by_inner: bool) -> None:
+        """x `[T, H, K]` or `[T, K]` for all heads, weight `[H, N, K]`, or `[H, K, N]` if by_inner, out `[T, H, N]`; any may be a view."""
+        num_heads, outer, inner = weight.shape
+        if by_inner:
+            outer, inner = inner, outer
+        x_step = x.stride(1) if x.ndim == 3 else 0
+        self.kernels.product(
+            x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(1), out.data_ptr(), out.stride(0),
+            num_heads, None, None, x.shape[0], x_step, weight.stride(0), out.stride(1), outer, inner, by_inner, torch.get_num_threads(),
+        )  # fmt: skip

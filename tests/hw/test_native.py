@@ -1,0 +1,76 @@
+"""Compiling, keeping and loading the CPU kernels, and those for older CPUs than this one. Their results are test_parity's matter."""
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hw.api import Unsupported
+from hw.cpu import native
+from hw.cpu.native import NoKernels, open_kernels
+from hw.cpu.native_ops import NativeOps
+from hw.cpu.ops import CpuOps
+from hw.select import open_backend
+from hw.testing import assert_close, tolerance
+
+ONE = 'extern "C" __attribute__((visibility("default"))) void one(long) {}'
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """A folder of one kernel, which compiles in no time, and one for what is compiled."""
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "one.cpp").write_text(ONE)
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(native, "_SIGNATURES", {"one": "i"})
+    return tmp_path
+
+
+def test_of_those_who_start_at_once_one_compiles(small, monkeypatch: pytest.MonkeyPatch):
+    compiled, together, compile_now = [], threading.Barrier(4), native._compile
+    monkeypatch.setattr(native, "_compile", lambda *args: compiled.append(args) or compile_now(*args))
+
+    def start(_):
+        together.wait()
+        return open_kernels(str(small / "kept"))
+
+    with ThreadPoolExecutor(4) as pool:
+        paths = {kernels.path for kernels in pool.map(start, range(4))}
+    assert len(paths) == len(compiled) == 1
+    assert open_kernels(str(small / "kept")).path in paths and len(compiled) == 1
+    (small / "csrc" / "one.cpp").write_text(ONE + "// changed")
+    assert open_kernels(str(small / "kept")).path not in paths and len(compiled) == 2
+    left = {path.name for path in (small / "kept" / "cpu").iterdir()}
+    assert left == {"lock", *(path.name for path in paths), open_kernels(str(small / "kept")).path.name}
+
+
+def test_why_there_are_none(small, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """Said by the log, and by an error if they were asked for."""
+    (small / "csrc" / "one.cpp").write_text("this is not C++")
+    with pytest.raises(NoKernels, match=r"failed: .*one.cpp:1:1: error"):
+        open_kernels(str(small / "kept"))
+    (small / "a-file").write_text("")
+    with pytest.raises(NoKernels, match="cannot be kept"):
+        open_kernels(str(small / "a-file"))
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    reason = r"no C\+\+ compiler is here"
+    with caplog.at_level(logging.WARNING):
+        assert type(open_backend("cpu").ops) is CpuOps
+    assert "no C++ compiler is here" in caplog.text
+    with pytest.raises(Unsupported, match=reason):
+        open_backend("cpu", cpu_kernels="native")
+    monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
+    with pytest.raises(NoKernels, match="this CPU is aarch64"):
+        open_kernels()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_products_on_an_older_cpu(dtype: torch.dtype):
+    ops = NativeOps(open_kernels(target="AVX2"))
+    for num_rows, inner, outer in ((1, 16, 19), (7, 23, 5), (33, 130, 33), (3, 1536, 40)):
+        x, w = torch.randn(num_rows, inner).to(dtype), (torch.randn(outer, inner) * inner**-0.5).to(dtype)
+        assert_close(ops.linear(x, w), CpuOps().linear(x, w), tolerance(dtype), f"linear {num_rows, inner, outer}")
+        heads, per_head = torch.randn(num_rows, 3, inner).to(dtype), (torch.randn(3, inner, outer) * inner**-0.5).to(dtype)
+        assert_close(ops.head_matmul(heads, per_head), CpuOps().head_matmul(heads, per_head), tolerance(dtype), "head_matmul")
