@@ -78,6 +78,22 @@ NumSpeculative = Annotated[
 Graphs = Annotated[
     bool | None, _option("--graphs/--enforce-eager", help="Capture decode steps and replay them; default: by device.", panel=_ENGINE)
 ]
+EnableDbo = Annotated[
+    bool,
+    _option(
+        "--enable-dbo/--disable-dbo",
+        "--enable-two-batch-overlap",
+        help="Large steps run as two micro-batches: one computes while the other's rows travel to experts. Needs several ranks.",
+        panel=_ENGINE,
+    ),
+]
+DboPrefill = Annotated[
+    int, _option("--dbo-prefill-token-threshold", help="Tokens of a rank from which prefill steps are overlapped.", panel=_ENGINE)
+]
+DboDecode = Annotated[
+    int | None,
+    _option("--dbo-decode-token-threshold", help="Tokens of a rank from which decode steps are overlapped; default: never.", panel=_ENGINE),
+]
 CompileAhead = Annotated[
     bool | None,
     _option("--compile-ahead/--no-compile-ahead", help="Compile kernels before the first request; default: by device.", panel=_ENGINE),
@@ -146,6 +162,9 @@ def serve(
     batch_invariant: Invariant = False,
     graphs: Graphs = None,
     async_scheduling: Async = None,
+    enable_dbo: EnableDbo = False,
+    dbo_prefill_token_threshold: DboPrefill = _DEFAULTS.dbo_prefill_token_threshold,
+    dbo_decode_token_threshold: DboDecode = None,
     speculative_config: Speculative = None,
     num_speculative_tokens: NumSpeculative = None,
     compile_ahead: CompileAhead = None,

@@ -56,6 +56,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     num_redundant_experts: int = 0  # short for an eplb_config with this many
     eplb_config: EPLBConfig | None = None
     max_dispatch_tokens_per_rank: int = 256  # cap of the low-latency expert dispatch: a full batch decodes in that mode
+    enable_dbo: bool = False  # dual batch overlap: large steps run as two micro-batches, one computes while the other's rows travel
+    dbo_prefill_token_threshold: int = 512  # tokens of a rank from which prefill steps (beyond max_dispatch_tokens_per_rank) do
+    dbo_decode_token_threshold: int | None = None  # tokens of a rank from which the others do; None: never
     batch_invariant: bool = False
     graphs: bool | None = None  # capture decode steps and replay them; None: where that is cheaper
     speculative_config: SpeculativeConfig | None = None
@@ -63,10 +66,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool | None = None  # plan a step while the one before it runs; None: where the device works on its own
     compile_ahead: bool | None = None  # compile and try out kernels before the first request; None: where they are slow at first use
     kernel_cache_dir: str | None = None  # where kernels compiled for this model are kept between starts; None: the backend's choice
+    cpu_kernels: str = "auto"  # "native": compiled by the machine's own compiler; "torch"; auto: native where they can be had
     num_threads: int | None = None  # CPU threads of a rank; None: the backend's choice
     step_timeout_s: float = 120.0  # a rank that is silent, or late to a collective, for this long is lost, and its instance ends
     on_rank_death: str = "fail"  # what becomes of an instance when a rank dies
-    cpu_kernels: str = "auto"  # "native": compiled by the machine's own compiler; "torch"; auto: native where they can be had
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,14 +94,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {args.load_format!r}")
         if args.weight_format not in WEIGHT_FORMATS:
             raise ValueError(f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, got {args.weight_format!r}")
-        if args.weight_format == "fp8" and model.quantization is None:
-            raise ValueError("weight_format 'fp8' needs a checkpoint in block-FP8, this one is not")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_dispatch_tokens_per_rank"):
         if args.cpu_kernels not in CPU_KERNELS:
             raise ValueError(f"cpu_kernels must be one of {', '.join(CPU_KERNELS)}, got {args.cpu_kernels!r}")
+        if args.weight_format == "fp8" and model.quantization is None:
+            raise ValueError("weight_format 'fp8' needs a checkpoint in block-FP8, this one is not")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_dispatch_tokens_per_rank", "dbo_prefill_token_threshold"):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
-        for name in ("num_pages", "num_threads", "kv_cache_memory_bytes", "max_model_len"):
+        for name in ("num_pages", "num_threads", "kv_cache_memory_bytes", "max_model_len", "dbo_decode_token_threshold"):
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
         if args.long_prefill_token_threshold < 0:
@@ -124,6 +127,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"on_rank_death must be one of {', '.join(RANK_DEATH_POLICIES)}, got {args.on_rank_death!r}")
         if not 0.0 < args.step_timeout_s < float("inf"):
             raise ValueError(f"step_timeout_s must be a number above 0, got {args.step_timeout_s}")
+        if args.enable_dbo and args.tensor_parallel_size * args.data_parallel_size == 1:
+            raise ValueError("enable_dbo overlaps what travels between ranks, and this instance has one rank")
         parallel = ParallelConfig(dp=args.data_parallel_size, tp=args.tensor_parallel_size, nodes=args.num_nodes)
         return cls(
             args=args,

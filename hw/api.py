@@ -44,6 +44,7 @@ class ExpertStep:
 
     mode: ExpertMode
     max_tokens: int  # most tokens that any rank dispatches in a layer of this step
+    overlapped: bool = False  # as two micro-batches that take turns: one computes while the other's rows travel
 
 
 @dataclass(frozen=True)
@@ -415,8 +416,12 @@ class Runtime(Protocol):
 
     def beside(self, work: Callable[[], T]) -> Callable[[], T]:
         """Queue `work` so that it may run beside what is queued next; whatever is queued after the result is asked for comes after it.
-
         What `work` reads must stay as it is until then. Where nothing is gained the work is queued like any other.
+        """
+
+    def fork(self) -> Callable[[Callable[[], T]], T]:
+        """Mark what is queued by now. Work given to the result comes behind that alone, so it may run beside what is queued meanwhile.
+        Whatever is queued after the work comes after it, and may read what the work returns.
         """
 
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:

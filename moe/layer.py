@@ -1,22 +1,24 @@
-"""A mixture-of-experts layer, cut into stages so that two micro-batches can overlap.
+"""A mixture-of-experts layer, cut into stages so that two micro-batches can overlap (`moe.turns`).
 
 x -> route -> dispatch -> experts -> combine -> + shared(x)
      gate,    tokens go   grouped    rows come home and
      router   to experts  GEMMs      are summed in top-k order
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from eplb.placement import Placement
-from hw.api import Activation, Backend, Dispatched, ExpertMode, ExpertStep
+from hw.api import Activation, Backend, Dispatched, ExpertMode, ExpertStep, T
 from hw.weights import Storage, Weight
 from moe.config import MoEConfig
 from moe.experts import Experts
 from moe.gate import Gate
 from moe.mlp import MLP
 from moe.router import replicas_of, update_replicas
+from moe.turns import Turns, take_turns
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,17 @@ class MoELayer:
         self.replicas = replicas_of(self.placement, self.gate.weight.device, rank=self.rank, width=spare + 1)
         self.load = torch.zeros((2, self.placement.num_logical), dtype=torch.int64, device=self.gate.weight.device)
         self._one = torch.ones(1, dtype=torch.int64, device=self.gate.weight.device)
+    def _make_room_for_replicas(self) -> None:
+        """Of any placement with as many slots as there are."""
+        spare = self.placement.num_physical - self.placement.num_logical
+        self.replicas = replicas_of(self.placement, self.gate.weight.device, rank=self.rank, width=spare + 1)
+
+    def hold(self, placement: Placement, rank: int) -> list[Weight]:
+        """Become `rank` of other ranks than before, with this placement; not for captured steps. Returns what has yet to be filled."""
+        self.placement, self.rank = placement, rank
+        self._make_room_for_replicas()
+        return self.local.hold(placement.held_by(rank))
+
 
     def expert_tensors(self) -> list[torch.Tensor]:
         """Weights of this rank's slots, `[slots_per_rank, ...]` each."""
@@ -93,12 +106,26 @@ class MoELayer:
         """Routed sum in fp32 plus the shared experts, which routed scaling does not touch; `[T, hidden]` in y's dtype."""
         return self.comm.combine(y, routed.topk_weight, dispatched, shared)
 
-    def forward(self, x: Activation, step: ExpertStep) -> torch.Tensor:
-        """x `[T, hidden]` normed, dense for the gate, and quantised too if `takes_quant` -> `[T, hidden]`."""
+    def turns(self, x: Activation, step: ExpertStep) -> Turns[torch.Tensor]:
+        """`forward`. In an overlapped step a turn ends where rows are about to travel, and the next one sends them."""
         shared = self.runtime.beside(lambda: None if self.shared is None else self.shared.forward(x.rows(self.shared.takes_quant)))
         routed = self.route(x.rows(quantized=False))
         if self.load is not None:
             chosen = routed.topk_idx.flatten()
             self.load[int(step.mode is ExpertMode.LOW_LATENCY)].index_add_(0, chosen, self._one.expand(chosen.numel()))
-        dispatched = self.dispatch(x, routed, step)
-        return self.combine(self.experts(dispatched), routed, dispatched, shared())
+        dispatched = yield from self._travel(step, lambda: self.dispatch(x, routed, step))
+        y, shared_rows = self.experts(dispatched), shared()
+        return (yield from self._travel(step, lambda: self.combine(y, routed, dispatched, shared_rows)))
+
+    def _travel(self, step: ExpertStep, work: Callable[[], T]) -> Turns[T]:
+        """Rows are on their way while the device does what the other micro-batch has queued in its turn."""
+        if not step.overlapped:
+            return work()
+        behind = self.runtime.fork()
+        yield
+        return behind(work)
+
+    def forward(self, x: Activation, step: ExpertStep) -> torch.Tensor:
+        """x `[T, hidden]` normed, dense for the gate, and quantised too if `takes_quant` -> `[T, hidden]`."""
+        (y,) = take_turns([self.turns(x, step)])
+        return y

@@ -24,7 +24,7 @@ from deepserve.model.decoder import Decoder
 from deepserve.model.hub import resolve_model
 from deepserve.model.products import model_shapes
 from eplb.load import PHASES
-from hw.api import Backend, ExpertStep
+from hw.api import Backend, ExpertMode, ExpertStep, Unsupported
 from hw.groups import Groups, open_groups
 from hw.select import open_backend
 from mtp.schedule import DraftSchedule
@@ -102,6 +102,7 @@ class Engine:
         seconds = time.perf_counter() - started
         logger.info("loaded %s as %s in %.1f s\n%s", config.model_path, model.dtype, seconds, self.memory.table())
 
+            overlaps=ExpertMode.LOW_LATENCY in self.overlap,
     def _num_captured(self) -> int:
         """Most sequences of a captured decode step: those of a full batch, if their tokens fit the low-latency dispatch."""
         args = self.config.args
@@ -121,6 +122,13 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a sequence is unfinished or a step has yet to be collected."""
+    @property
+    def overlap(self) -> dict[ExpertMode, int]:
+        """Tokens of a rank from which a step is overlapped; alike on all ranks."""
+        args = self.config.args
+        least = {ExpertMode.LOW_LATENCY: args.dbo_decode_token_threshold, ExpertMode.THROUGHPUT: args.dbo_prefill_token_threshold}
+        return {mode: tokens for mode, tokens in least.items() if args.enable_dbo and tokens is not None}
+
         return self.scheduler.has_work or self._launched is not None
 
     @property

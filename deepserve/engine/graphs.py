@@ -9,7 +9,7 @@ download. Between the two it may draw anew, for what the first graph cannot do: 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -83,15 +83,17 @@ class DecodeGraphs:
 
     def __init__(
         self, model: Decoder, backend: Backend, caches: list[torch.Tensor], state: RowState, drafter: Drafter, *, largest: int, width: int,
-        max_dispatch_tokens: int,
+        max_dispatch_tokens: int, overlaps: bool = False,
     ):  # fmt: skip
         """Captures every size, the largest first so that the others fit its memory.
 
         largest: most sequences of a captured step. width: of the rows' page tables. max_dispatch_tokens: the low-latency dispatch has this
         size in every graph, so that ranks may replay different ones; steps whose drafts would not fit it are not captured.
+        overlaps: every step is captured as an overlapped one too.
         """
         self._model, self._backend, self._caches, self._state, self._drafter = model, backend, caches, state, drafter
-        self._step = ExpertStep(ExpertMode.LOW_LATENCY, max_dispatch_tokens)
+        step = ExpertStep(ExpertMode.LOW_LATENCY, max_dispatch_tokens)
+        self._steps = [step, replace(step, overlapped=True)] if overlaps else [step]
         self._max_seq_len = width * caches[0].shape[1]
         most_tokens = max_dispatch_tokens * model.parallel.tp
         # By query length, ascending.
@@ -104,16 +106,18 @@ class DecodeGraphs:
         self._tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._accepted = torch.zeros(largest, dtype=torch.int64, device=device)
         started = time.perf_counter()
-        self._targets: dict[tuple[int, int], Callable[[], Replayed]] = {}
+        self._targets: dict[tuple[int, int, bool], Callable[[], Replayed]] = {}  # by size, query length, whether overlapped
         self._drafters: dict[tuple[int, int, int], Callable[[], None]] = {}  # by size, query length, drafts to make
         for key in keys:
             self._clear(key[0])
-            self._targets[key] = backend.runtime.capture(self._target(*key))
+            for step in self._steps:
+                self._targets[*key, step.overlapped] = backend.runtime.capture(self._target(*key, step))
             for num_drafts in range(state.max_drafts + 1) if key[1] == 1 else [key[1] - 1]:
                 self._drafters[*key, num_drafts] = backend.runtime.capture(self._draft(*key, num_drafts))
-        self._idle: dict[int, Callable[[], None]] = {}
-        if model.parallel.dp > 1:
-            self._idle = {num: backend.runtime.capture(self._serve(num)) for num in range(state.max_drafts + 1)}
+        self._idle: dict[tuple[int, bool], Callable[[], None]] = {}  # by drafts, whether overlapped
+        for num_drafts in range(state.max_drafts + 1) if model.parallel.dp > 1 else ():
+            for step in self._steps:
+                self._idle[num_drafts, step.overlapped] = backend.runtime.capture(self._serve(num_drafts, step))
         logger.info("captured %d decode steps of up to %d sequences in %.1f s", len(keys), largest, time.perf_counter() - started)
 
     def _inputs(self, size: int, query_len: int) -> tuple[DecodeInputs, AttnMetadata]:
@@ -122,14 +126,14 @@ class DecodeGraphs:
         decode = DecodeMeta(size, query_len, inputs.seq_lens, self._max_seq_len, table)
         return inputs, AttnMetadata(inputs.positions, inputs.slots, decode, None)
 
-    def _target(self, size: int, query_len: int) -> Callable[[], Replayed]:
+    def _target(self, size: int, query_len: int, step: ExpertStep) -> Callable[[], Replayed]:
         fields = Layout(size).device(self._packed)
         num = size * query_len
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "sequence_idx")
 
         def work() -> Replayed:
             inputs, meta = self._inputs(size, query_len)
-            hidden = self._model.forward(inputs.token_ids, meta, self._caches, self._step)
+            hidden = self._model.forward(inputs.token_ids, meta, self._caches, step)
             logits = self._model.logits(hidden)
             if logits is not None:
                 keys = {name: fields[name].repeat_interleave(query_len, output_size=num) for name in names}
@@ -150,20 +154,20 @@ class DecodeGraphs:
 
         def work() -> None:
             meta = self._inputs(size, query_len)[1] if num_drafts else None
-            self._accepted[:size] = self._drafter.run(drawing, tokens, num_drafts, hidden, tokens, meta, self._step)
+            self._accepted[:size] = self._drafter.run(drawing, tokens, num_drafts, hidden, tokens, meta, self._steps[0])
 
         return work
 
-    def _serve(self, num_drafts: int) -> Callable[[], None]:
+    def _serve(self, num_drafts: int, step: ExpertStep) -> Callable[[], None]:
         def work() -> None:
-            self._model.idle(self._step)
-            self._model.idle_drafts(self._step, num_drafts)
+            self._model.idle(step)
+            self._model.idle_drafts(self._steps[0], num_drafts)
 
         return work
 
-    def idle(self, num_drafts: int) -> None:
+    def idle(self, num_drafts: int, step: ExpertStep) -> None:
         """Queue a step without tokens of our own."""
-        self._idle[num_drafts]()
+        self._idle[num_drafts, step.overlapped]()
 
     def fits(self, plan: StepPlan, step: ExpertStep) -> bool:
         """Whether a step can be replayed: it only decodes, verifies as many drafts as it makes or none, needs no host for experts."""
@@ -174,7 +178,7 @@ class DecodeGraphs:
     def _key(self, plan: StepPlan) -> tuple[int, int]:
         return next(size for size in self._sizes[plan.query_len] if size >= len(plan.rows)), plan.query_len
 
-    def run_target(self, plan: StepPlan, rows: Rows) -> Replayed:
+    def run_target(self, plan: StepPlan, rows: Rows, step: ExpertStep) -> Replayed:
         """Queue the pass and the draws of a step that `fits`."""
         num_seqs, key = len(plan.rows), self._key(plan)
         layout = Layout(key[0])
@@ -190,7 +194,7 @@ class DecodeGraphs:
         sent = self._backend.runtime.upload(packed)
         self._packed[: layout.num_bytes] = sent[: layout.num_bytes]
         self._page_table[:num_seqs, : page_table.shape[1]] = sent[layout.num_bytes :].view(torch.int32).view(page_table.shape)
-        return self._targets[key]().first(num_seqs * plan.query_len)
+        return self._targets[*key, step.overlapped]().first(num_seqs * plan.query_len)
 
     def run_drafter(self, plan: StepPlan) -> torch.Tensor:
         """Queue what follows on `run_target`: how many drafts each entry accepted, `[num_seqs]` int64."""

@@ -13,6 +13,7 @@ import ipaddress
 import math
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import zmq
@@ -54,15 +55,15 @@ class Outcome:
         return not any(self.num_tokens) and not self.collect
 
 
-def expert_step(num_tokens: list[int], cap: int, *, captured: bool = False) -> ExpertStep:
+def expert_step(num_tokens: list[int], cap: int, *, captured: bool = False, overlap: Mapping[ExpertMode, int] | None = None) -> ExpertStep:
     """Low latency iff the tokens that each rank dispatches fit its cap.
 
     captured: some rank may replay its step. The dispatch inside has the size that was captured, so all have it.
     """
     most = max(num_tokens)
-    if most > cap:
-        return ExpertStep(ExpertMode.THROUGHPUT, most)
-    return ExpertStep(ExpertMode.LOW_LATENCY, cap if captured else most)
+    mode = ExpertMode.THROUGHPUT if most > cap else ExpertMode.LOW_LATENCY
+    size = cap if captured and mode is ExpertMode.LOW_LATENCY else most
+    return ExpertStep(mode, size, overlapped=most >= (overlap or {}).get(mode, math.inf))
 
 
 class Lockstep:
@@ -78,12 +79,13 @@ class Lockstep:
         address: str = "127.0.0.1",
         secret: str = "",
     ):
-        """Collective over all ranks of the instance: they exchange where to be woken. captured: see `expert_step`.
+    overlap: tokens of a rank from which a step is overlapped, by mode; a mode that is left out never is.
+        """Collective over all ranks of the instance: they exchange where to be woken. For captured and overlap see `expert_step`.
 
         address: this rank's IPv4 address, as its peers reach it. secret: seals wake-ups that leave the machine.
         """
         self.groups = groups
-        self._cap, self._captured = max_dispatch_tokens_per_rank, captured
+        self._cap, self._captured, self._overlap = max_dispatch_tokens_per_rank, captured, overlap
         self._num_parks = 0
         self.wakeups = context.socket(zmq.PULL)
         self.wakeups.setsockopt(zmq.LINGER, 0)
@@ -95,6 +97,7 @@ class Lockstep:
         for rank, (host, peer_port) in enumerate(groups.world.all_gather_ints([int(ipaddress.IPv4Address(address)), port])):
             if rank != groups.rank:
                 peer = context.socket(zmq.PUSH)
+        overlap: Mapping[ExpertMode, int] | None = None,
                 peer.setsockopt(zmq.LINGER, 0)
                 secure_client(peer, secret)
                 peer.connect(f"tcp://{ipaddress.IPv4Address(host)}:{peer_port}")
@@ -114,8 +117,12 @@ class Lockstep:
         collect = not any(num_tokens) and any(row[2] for row in leaders)
         assert any(num_tokens) or collect or not any(row[1] for row in leaders), "there is work that no step takes on"
         end = any(row[3] for row in leaders) or all(row[4] for row in leaders)
-        step = expert_step([-(-tokens // tp) for tokens in num_tokens], self._cap, captured=self._captured)
-        return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders))
+        brought = [-(-tokens // tp) for tokens in num_tokens]
+        step = expert_step(brought, self._cap, captured=self._captured, overlap=self._overlap)
+        news = tuple(rank for rank, row in enumerate(ballots) if row[7])
+        leaving = tuple(dp for dp, row in enumerate(leaders) if row[8])
+        regroup = bool(leaving) or any(row[9] for row in leaders)
+        return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders), wait, news, leaving, regroup)
 
     def park(self, poller: zmq.Poller) -> None:
         """Sleep until a message or a wake-up of this park comes in, or it is time to see whether the other ranks live.

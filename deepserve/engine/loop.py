@@ -162,6 +162,16 @@ class EngineLoop:
         if outcome.idle:
             self._lockstep.park(self._poller)
             return True
+        self._hand_offs: HandOffs | None = None
+        if options.role != "unified":
+            place = Place(options.instance, self._dp_rank)
+            self._hand_offs = HandOffs(options.role, place, engine, self._relay, self._home.__setitem__)
+
+    def _open_lockstep(self) -> Lockstep:
+        engine, options = self.engine, self.options
+        cap = engine.config.args.max_dispatch_tokens_per_rank
+        shared = {"captured": engine.captures, "overlap": engine.overlap}
+        return Lockstep(engine.groups, self._context, cap, **shared, address=options.address, secret=options.secret)
         if outcome.collect:
             self._send_outputs(self.engine.collect())
             return True

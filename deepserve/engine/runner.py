@@ -32,9 +32,11 @@ class Runner:
         max_drafts: int = 0,
         num_captured: int = 0,
         max_dispatch_tokens: int = 0,
+        overlaps: bool = False,
     ):
         """max_drafts: most drafts that a step makes behind a draw. num_captured: most sequences of a decode step that is captured and
         replayed; 0: none. max_dispatch_tokens: most tokens that a rank brings to experts in such a step.
+        overlaps: whether such a step may be overlapped.
         """
         self.model, self.backend, self.page_size = model, backend, page_size
         runtime = backend.runtime
@@ -54,6 +56,7 @@ class Runner:
                 self.graphs = DecodeGraphs(
                     model, backend, self.caches, self.state, self.drafter,
                     largest=num_captured, width=self.rows.page_table.shape[1], max_dispatch_tokens=max_dispatch_tokens,
+                    overlaps=overlaps,
                 )  # fmt: skip
 
     @torch.inference_mode()
@@ -69,7 +72,7 @@ class Runner:
         runs = [(plan.rows[i], plan.query_len if i < plan.num_decode else 1) for i in plan.draws]
         prompt_logprobs: dict[int, list[Wanted]] = {}
         if self.graphs is not None and self.graphs.fits(plan, step):
-            replayed = self.graphs.run_target(plan, self.rows)
+            replayed = self.graphs.run_target(plan, self.rows, step)
             tokens, logits, logprobs = replayed.tokens, replayed.logits, None
             if not self.sampler.draws_plainly(plan.rows):  # then the draw inside the graph was for nothing
                 drawn, logprobs = self._draw(logits, runs, replayed.positions + 1, replayed.token_ids)
@@ -127,7 +130,7 @@ class Runner:
     def idle(self, step: ExpertStep, num_drafts: int = 0) -> None:
         """Take part in a step without tokens of our own, and in `num_drafts` passes of the MTP module."""
         if self.graphs is not None and step.mode is ExpertMode.LOW_LATENCY:
-            self.graphs.idle(num_drafts)
+            self.graphs.idle(num_drafts, step)
         else:
             self.model.idle(step)
             self.model.idle_drafts(step, num_drafts)

@@ -17,6 +17,7 @@ from mla.metadata import AttnMetadata
 from mla.rope import rope_table
 from moe.layer import MoELayer
 from moe.mlp import MLP
+from moe.turns import Turns, take_turns
 from mtp.head import DraftHead
 
 
@@ -74,7 +75,12 @@ class DecoderLayer:
             *mlp.weights(),
         ]
 
-    def forward(
+    def forward(self, *args) -> tuple[torch.Tensor, torch.Tensor]:
+        """`turns`, all at once."""
+        (result,) = take_turns([self.turns(*args)])
+        return result
+
+    def turns(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
@@ -82,7 +88,7 @@ class DecoderLayer:
         cache: torch.Tensor,
         step: ExpertStep,
         lens: list[int],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Turns[tuple[torch.Tensor, torch.Tensor]]:
         """x, residual `[lens[tp rank], hidden]` -> the same pair; the layer's output is their sum.
 
         Between attentions each TP rank has its slice of the tokens; attention sees all of them, with this rank's heads.
@@ -97,7 +103,7 @@ class DecoderLayer:
         x = self.tp.reduce_scatter_rows(x, lens)
         if self.moe is not None:
             forms, residual = self.ops.add_rms_norm(x, residual, self.post_norm, self.eps, True, self.moe.takes_quant)
-            return self.moe.forward(forms, step), residual
+            return (yield from self.moe.turns(forms, step)), residual
         quant = self.dense.takes_quant
         forms, residual = self.ops.add_rms_norm(x, residual, self.post_norm, self.eps, not quant, quant)
         return self.dense.forward(forms.rows(quant)), residual
@@ -178,12 +184,21 @@ class Decoder:
 
     def forward(self, token_ids: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], step: ExpertStep) -> torch.Tensor:
         """token_ids `[num_tokens]` int64 -> hidden `[num_tokens, hidden]` after the final norm. Writes this step's latents to `caches`."""
+        if not step.overlapped:
+            (hidden,) = take_turns([self._turns(token_ids, meta, caches, step)])
+            return hidden
+        cut = meta.middle()
+        parts = [(token_ids[:cut], meta.part(0, cut)), (token_ids[cut:], meta.part(cut, len(token_ids)))]
+        return torch.cat(take_turns([self._turns(*part, caches, step) for part in parts]))
+
+    def _turns(self, token_ids: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], step: ExpertStep) -> Turns[torch.Tensor]:
+        """`forward` of one micro-batch."""
         meta = meta.planned(self.ops.decode_plan())
         lens = even_slices(token_ids.shape[0], self.tp.size)
         first = sum(lens[: self.tp.rank])
         x, residual = self.embedding[token_ids[first : first + lens[self.tp.rank]]], None
         for layer, cache in zip(self.layers, caches[: len(self.layers)], strict=True):
-            x, residual = layer.forward(x, residual, meta, cache, step, lens)
+            x, residual = yield from layer.turns(x, residual, meta, cache, step, lens)
         normed, _ = self.ops.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
         return self.tp.all_gather_rows(normed.rows(quantized=False), lens)
 
@@ -205,20 +220,20 @@ class Decoder:
 
     def idle(self, step: ExpertStep) -> None:
         """A step without tokens of ours: this rank's experts serve the others' tokens."""
-        self._serve(self.layers, step)
+        take_turns([self._serve(self.layers, step) for _ in range(1 + step.overlapped)])
 
     def idle_drafts(self, step: ExpertStep, num_passes: int) -> None:
         """The same for passes of the MTP module."""
         if num_passes:
             assert self.draft_head is not None
-            self._serve([self.draft_head.block] * num_passes, step)
+            take_turns([self._serve([self.draft_head.block] * num_passes, step)])
 
-    def _serve(self, layers: list[DecoderLayer], step: ExpertStep) -> None:
+    def _serve(self, layers: list[DecoderLayer], step: ExpertStep) -> Turns[None]:
         nothing = self.embedding[:0]
         for layer in layers:
             if layer.moe is not None:
                 forms, _ = self.ops.add_rms_norm(nothing, nothing, layer.post_norm, layer.eps, True, layer.moe.takes_quant)
-                layer.moe.forward(forms, step)
+                yield from layer.moe.turns(forms, step)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """hidden `[R, hidden]` after the final norm -> `[R, vocab]` fp32 at rank 0 of the TP group, None elsewhere."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ class CudaRuntime:
     def __init__(self, device: torch.device, kernel_cache: KernelCache, peers: Group | None = None):
         """peers: ranks whose work this one's waits for; a wait longer than their timeout raises PeerLost."""
         self.device, self._kernel_cache, self._peers = device, kernel_cache, peers
-        self._side = torch.cuda.Stream(device)  # for `beside`
+        self._side, self._way = torch.cuda.Stream(device), torch.cuda.Stream(device)  # for `beside` and `fork`
+        self._forked: Any = None  # the latest result of `fork`
         # Its memory is what all graphs share, so it must be the largest; and it is kept, since memory goes with the last graph that has it.
         self._first_graph: torch.cuda.CUDAGraph | None = None
 
@@ -76,6 +78,22 @@ class CudaRuntime:
             return result
 
         return join
+
+    def fork(self) -> Callable[[Callable[[], T]], T]:
+        reached = torch.cuda.Event()
+        reached.record()
+
+        def behind(work: Callable[[], T]) -> T:
+            here, there = torch.cuda.current_stream(), self._way
+            there.wait_event(reached)
+            with torch.cuda.stream(there):
+                result = work()
+            here.wait_stream(there)
+            # The next work may be behind an earlier mark than whoever reads this result, so it must not get its memory.
+            self._forked = result
+            return result
+
+        return behind
 
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         warm_up(shapes, self._kernel_cache, progress)

@@ -57,6 +57,7 @@ REFUSED = {
         {"eplb_config": EPLBConfig(num_redundant_experts=4), "num_redundant_experts": 3},
         "num_redundant_experts is 3, but eplb_config says 4",
     ),
+    "overlap on one rank": ({"enable_dbo": True}, "enable_dbo overlaps what travels between ranks, and this instance has one rank"),
     "dtype": ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, got 'float16'"),
     "load_format": ({"load_format": "gguf"}, "load_format must be one of auto, dummy, got 'gguf'"),
     "no sequences": ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),

@@ -24,6 +24,7 @@ PROMPTS = json.loads(DATA.read_text())
 COMMON = {"dtype": "float32", "num_pages": 40, "max_model_len": 1024, "max_num_seqs": 12, "max_dispatch_tokens_per_rank": 16}
 DP2, TP2 = {"data_parallel_size": 2}, {"tensor_parallel_size": 2}
 PLAIN = {"graphs": False, "async_scheduling": False}
+OVERLAPPED = {"enable_dbo": True, "dbo_prefill_token_threshold": 1, "dbo_decode_token_threshold": 2}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 LAYOUTS = {
     "dp2": {**DP2, "max_num_batched_tokens": 64},
@@ -31,6 +32,8 @@ LAYOUTS = {
     "dp2, throughput": {**DP2, "max_dispatch_tokens_per_rank": 1},
     "tp2": {**TP2, "max_num_batched_tokens": 64},
     "tp2, plain": {**TP2, **PLAIN},
+    "dp2, overlapped": {**DP2, **OVERLAPPED, "max_dispatch_tokens_per_rank": 8},
+    "tp2, overlapped, drafts": {**TP2, **OVERLAPPED, **MTP},
     "dp2, drafts": {**DP2, **MTP},
     "dp2, experts move": {**DP2, **MTP, **MOVING},
     "tp2, experts move": {**TP2, **PLAIN, **MOVING},

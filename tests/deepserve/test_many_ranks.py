@@ -33,14 +33,16 @@ MOVING = {
         "num_redundant_experts": 6, "step_interval": 2, "window_size": 4, "tolerance": 0.0, "hysteresis": 0.0, "step_budget_ms": 1.0,
     },
 }  # fmt: skip
+# All prefill steps as two micro-batches, and decode steps of many tokens.
+OVERLAPPED = {"enable_dbo": True, "dbo_prefill_token_threshold": 1, "dbo_decode_token_threshold": 3}
 # Every layout with some of: prompts cut into chunks, prefixes found, too few pages.
 LAYOUTS = {
     "dp2": {"data_parallel_size": 2, "max_num_batched_tokens": 40},
     "dp3": {"data_parallel_size": 3, "enable_prefix_caching": False, "num_pages": 3},
     "tp2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, "num_pages": 14},
     "tp2 with drafts": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, "async_scheduling": True, **DRAFTS},
-    "dp2 captured with drafts": {"data_parallel_size": 2, "num_pages": 4, **CAPTURED, **DRAFTS},
-    "tp2 dp2": {"tensor_parallel_size": 2, "data_parallel_size": 2, "num_pages": 4, **MOVING},
+    "dp2 captured with drafts": {"data_parallel_size": 2, "num_pages": 4, **CAPTURED, **DRAFTS, **OVERLAPPED},
+    "tp2 dp2": {"tensor_parallel_size": 2, "data_parallel_size": 2, "num_pages": 4, **MOVING, **OVERLAPPED},
     "tp2 captured": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, **CAPTURED},
 }
 # 32 experts over 3 ranks: 11 slots each, the spare one holds a replica; 4 redundant ones put most experts elsewhere.
@@ -53,7 +55,7 @@ INVARIANT_LAYOUTS = {
     "dp2 with drafts": {"data_parallel_size": 2, "max_num_batched_tokens": 48, "num_speculative_tokens": 3},
     "tp2 dp2 with drafts": {"tensor_parallel_size": 2, "data_parallel_size": 2, "async_scheduling": True, **DRAFTS},
     "dp3 with replicas": {"data_parallel_size": 3, "num_redundant_experts": 4, "long_prefill_token_threshold": 30},
-    "dp2 moving, captured": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **CAPTURED, **MOVING},
+    "dp2 moving, captured": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **CAPTURED, **MOVING, **OVERLAPPED},
     "dp3 moving": {"data_parallel_size": 3, "max_num_seqs": 8, **MOVING},
     "dp4 moving, drafts": {"data_parallel_size": 4, "num_speculative_tokens": 2, **MOVING},
 }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -137,13 +138,25 @@ class Cache:
         return AttnMetadata(torch.tensor(positions), torch.tensor(slots), decode, prefill), tokens
 
 
-def run(layer: MLALayer, steps: list[Step], inputs: torch.Tensor, padding: int = 0) -> torch.Tensor:
-    """Outputs `[4, MAX_LEN, hidden]` of all tokens in the steps; inputs alike. Padding rows get the input of nobody."""
+def whole(meta: AttnMetadata) -> list[int]:
+    """No cuts."""
+    return []
+
+
+def run(
+    layer: MLALayer, steps: list[Step], inputs: torch.Tensor, padding: int = 0, cuts: Callable[[AttnMetadata], list[int]] = whole
+) -> torch.Tensor:
+    """Outputs `[4, MAX_LEN, hidden]` of all tokens in the steps; inputs alike. Padding rows get the input of nobody.
+
+    cuts: tokens before which a step is cut into parts.
+    """
     cache, out = Cache(layer.config, inputs.dtype), torch.full_like(inputs, torch.nan)
     for step in steps:
         meta, tokens = cache.advance(step, padding)
         seqs, positions = torch.tensor(tokens).T
-        result = layer.forward(inputs[seqs, positions], meta, cache.entries)
+        edges = [0, *cuts(meta), len(tokens)]
+        parts = [(slice(low, high), meta.part(low, high)) for low, high in itertools.pairwise(edges)]
+        result = torch.cat([layer.forward(inputs[seqs, positions][some], part, cache.entries) for some, part in parts])
         out[seqs[seqs >= 0], positions[seqs >= 0]] = result[seqs >= 0]
     return out
 
@@ -208,6 +221,37 @@ def test_padding_rows_change_nothing(form: str):
     values, inputs = weights_for(CONFIG), torch.randn(4, MAX_LEN, CONFIG.hidden_size)
     layer = make_layer(CONFIG, FORMS[form], values)
     compare(run(layer, STEPS, inputs, padding=2), CONFIG, values, inputs, (1e-4, 1e-5))
+
+
+def every_third(meta: AttnMetadata) -> list[int]:
+    """As many cuts as there can be, a few tokens apart: decoding sequences stay whole, chunks do not."""
+    query_len, num_decode = (1, 0) if meta.decode is None else (meta.decode.query_len, meta.decode.num_tokens)
+    return [*range(0, num_decode, query_len), *range(num_decode, len(meta.positions), 3), len(meta.positions)]
+
+
+@pytest.mark.parametrize("cuts", [lambda meta: [meta.middle()], every_third], ids=["middle", "every third"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_in_parts_is_the_step(form: str, cuts: Callable[[AttnMetadata], list[int]]):
+    values, inputs = weights_for(CONFIG), torch.randn(4, MAX_LEN, CONFIG.hidden_size)
+    layer = make_layer(CONFIG, FORMS[form], values)
+    compare(run(layer, STEPS, inputs, padding=1, cuts=cuts), CONFIG, values, inputs, (1e-4, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("step", "middle"),
+    [
+        (([], 0, {0: 8, 1: 7}), 8),  # the edge is nearer to the middle than a cut chunk is worth
+        (([], 0, {0: 12, 1: 2}), 7),
+        (([], 0, {0: 16}), 8),
+        (([0, 1, 2], 2, {}), 2),
+        (([0], 1, {}), 1),
+        (([0, 1, 2, 3], 2, {3: 3}), 6),
+        (([0, 1], 2, {3: 12}), 8),
+    ],
+)
+def test_where_a_step_is_cut(step: Step, middle: int):
+    meta, _ = Cache(CONFIG, torch.float32).advance(step)
+    assert meta.middle() == middle
 
 
 @pytest.mark.parametrize("parts", [(2, 2), (1, 3)])

@@ -151,6 +151,22 @@ def test_low_latency_iff_every_rank_fits_the_cap(num_tokens: list[int], expected
     assert captured == (ExpertStep(ExpertMode.LOW_LATENCY, CAP) if expected.mode is ExpertMode.LOW_LATENCY else expected)
 
 
+@pytest.mark.parametrize(
+    ("overlap", "num_tokens", "overlapped"),
+    [
+        ({ExpertMode.THROUGHPUT: CAP + 5}, [3, CAP + 4], False),
+        ({ExpertMode.THROUGHPUT: CAP + 5}, [3, CAP + 5], True),
+        ({ExpertMode.THROUGHPUT: 1}, [CAP, 1], False),
+        ({ExpertMode.LOW_LATENCY: 4}, [0, 4], True),
+        ({ExpertMode.LOW_LATENCY: 4}, [3, 3], False),
+        ({ExpertMode.LOW_LATENCY: 4}, [CAP + 1, 3], False),
+        (None, [CAP + 1, CAP], False),
+    ],
+)
+def test_steps_overlap_from_a_number_of_tokens_of_one_rank(overlap, num_tokens: list[int], overlapped: bool):
+    assert expert_step(num_tokens, CAP, captured=True, overlap=overlap).overlapped == overlapped
+
+
 @pytest.mark.parametrize(("num_tokens", "idle"), [((0, 0, 0), True), ((0, 5, 0), False), ((9, 1, 3), False)])
 def test_all_ranks_learn_the_same(team: Team, num_tokens: tuple[int, ...], idle: bool):
     first, *others = team.vote(*(Ballot(num, num > 0) for num in num_tokens))
