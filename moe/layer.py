@@ -71,17 +71,6 @@ class MoELayer:
         self.replicas = replicas_of(self.placement, self.gate.weight.device, rank=self.rank, width=spare + 1)
         self.load = torch.zeros((2, self.placement.num_logical), dtype=torch.int64, device=self.gate.weight.device)
         self._one = torch.ones(1, dtype=torch.int64, device=self.gate.weight.device)
-    def _make_room_for_replicas(self) -> None:
-        """Of any placement with as many slots as there are."""
-        spare = self.placement.num_physical - self.placement.num_logical
-        self.replicas = replicas_of(self.placement, self.gate.weight.device, rank=self.rank, width=spare + 1)
-
-    def hold(self, placement: Placement, rank: int) -> list[Weight]:
-        """Become `rank` of other ranks than before, with this placement; not for captured steps. Returns what has yet to be filled."""
-        self.placement, self.rank = placement, rank
-        self._make_room_for_replicas()
-        return self.local.hold(placement.held_by(rank))
-
 
     def expert_tensors(self) -> list[torch.Tensor]:
         """Weights of this rank's slots, `[slots_per_rank, ...]` each."""

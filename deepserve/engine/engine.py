@@ -24,7 +24,7 @@ from deepserve.model.decoder import Decoder
 from deepserve.model.hub import resolve_model
 from deepserve.model.products import model_shapes
 from eplb.load import PHASES
-from hw.api import Backend, ExpertMode, ExpertStep, Unsupported
+from hw.api import Backend, ExpertMode, ExpertStep
 from hw.groups import Groups, open_groups
 from hw.select import open_backend
 from mtp.schedule import DraftSchedule
@@ -56,6 +56,7 @@ class Engine:
             max_dispatch_tokens_per_rank=args.max_dispatch_tokens_per_rank,
             num_threads=args.num_threads,
             kernel_cache_dir=args.kernel_cache_dir,
+            cpu_kernels=args.cpu_kernels,
         )
         started = time.perf_counter()
         prepares = self.backend.runtime.compiles if args.compile_ahead is None else args.compile_ahead
@@ -63,7 +64,6 @@ class Engine:
             unfilled = build_model(config, self.backend, self.groups.rank, torch.device("meta"))
             self.backend.runtime.warm_up(model_shapes(config, unfilled), progress)
         model = load_model(config, self.backend, rank=self.groups.rank, progress=progress)
-            cpu_kernels=args.cpu_kernels,
         model.reserve()  # before memory is planned
         rebalances = config.eplb.step_interval > 0 and bool(model.moe_layers())
         buffer = prepare_moves(model, self.backend, self.groups) if rebalances else None
@@ -94,6 +94,7 @@ class Engine:
             max_drafts=0 if drafts is None else drafts.max_drafts,
             num_captured=num_captured,
             max_dispatch_tokens=args.max_dispatch_tokens_per_rank,
+            overlaps=ExpertMode.LOW_LATENCY in self.overlap,
         )
         if prepares:
             cap, most = args.max_dispatch_tokens_per_rank, args.max_num_batched_tokens
@@ -102,7 +103,6 @@ class Engine:
         seconds = time.perf_counter() - started
         logger.info("loaded %s as %s in %.1f s\n%s", config.model_path, model.dtype, seconds, self.memory.table())
 
-            overlaps=ExpertMode.LOW_LATENCY in self.overlap,
     def _num_captured(self) -> int:
         """Most sequences of a captured decode step: those of a full batch, if their tokens fit the low-latency dispatch."""
         args = self.config.args
@@ -115,6 +115,13 @@ class Engine:
         return self.runner.graphs is not None
 
     @property
+    def overlap(self) -> dict[ExpertMode, int]:
+        """Tokens of a rank from which a step is overlapped; alike on all ranks."""
+        args = self.config.args
+        least = {ExpertMode.LOW_LATENCY: args.dbo_decode_token_threshold, ExpertMode.THROUGHPUT: args.dbo_prefill_token_threshold}
+        return {mode: tokens for mode, tokens in least.items() if args.enable_dbo and tokens is not None}
+
+    @property
     def limits(self) -> Limits:
         """What a request may ask for."""
         return self.config.limits(self.memory.num_pages)
@@ -122,13 +129,6 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a sequence is unfinished or a step has yet to be collected."""
-    @property
-    def overlap(self) -> dict[ExpertMode, int]:
-        """Tokens of a rank from which a step is overlapped; alike on all ranks."""
-        args = self.config.args
-        least = {ExpertMode.LOW_LATENCY: args.dbo_decode_token_threshold, ExpertMode.THROUGHPUT: args.dbo_prefill_token_threshold}
-        return {mode: tokens for mode, tokens in least.items() if args.enable_dbo and tokens is not None}
-
         return self.scheduler.has_work or self._launched is not None
 
     @property

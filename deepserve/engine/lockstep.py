@@ -59,6 +59,7 @@ def expert_step(num_tokens: list[int], cap: int, *, captured: bool = False, over
     """Low latency iff the tokens that each rank dispatches fit its cap.
 
     captured: some rank may replay its step. The dispatch inside has the size that was captured, so all have it.
+    overlap: tokens of a rank from which a step is overlapped, by mode; a mode that is left out never is.
     """
     most = max(num_tokens)
     mode = ExpertMode.THROUGHPUT if most > cap else ExpertMode.LOW_LATENCY
@@ -76,10 +77,10 @@ class Lockstep:
         max_dispatch_tokens_per_rank: int,
         *,
         captured: bool = False,
+        overlap: Mapping[ExpertMode, int] | None = None,
         address: str = "127.0.0.1",
         secret: str = "",
     ):
-    overlap: tokens of a rank from which a step is overlapped, by mode; a mode that is left out never is.
         """Collective over all ranks of the instance: they exchange where to be woken. For captured and overlap see `expert_step`.
 
         address: this rank's IPv4 address, as its peers reach it. secret: seals wake-ups that leave the machine.
@@ -97,7 +98,6 @@ class Lockstep:
         for rank, (host, peer_port) in enumerate(groups.world.all_gather_ints([int(ipaddress.IPv4Address(address)), port])):
             if rank != groups.rank:
                 peer = context.socket(zmq.PUSH)
-        overlap: Mapping[ExpertMode, int] | None = None,
                 peer.setsockopt(zmq.LINGER, 0)
                 secure_client(peer, secret)
                 peer.connect(f"tcp://{ipaddress.IPv4Address(host)}:{peer_port}")
@@ -119,10 +119,7 @@ class Lockstep:
         end = any(row[3] for row in leaders) or all(row[4] for row in leaders)
         brought = [-(-tokens // tp) for tokens in num_tokens]
         step = expert_step(brought, self._cap, captured=self._captured, overlap=self._overlap)
-        news = tuple(rank for rank, row in enumerate(ballots) if row[7])
-        leaving = tuple(dp for dp, row in enumerate(leaders) if row[8])
-        regroup = bool(leaving) or any(row[9] for row in leaders)
-        return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders), wait, news, leaving, regroup)
+        return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders))
 
     def park(self, poller: zmq.Poller) -> None:
         """Sleep until a message or a wake-up of this park comes in, or it is time to see whether the other ranks live.

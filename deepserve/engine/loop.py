@@ -129,7 +129,8 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         cap = engine.config.args.max_dispatch_tokens_per_rank
         secret, dead_link_s = options.secret, options.dead_link_s
-        self._lockstep = Lockstep(engine.groups, context, cap, captured=engine.captures, address=options.address, secret=secret)
+        shared = {"captured": engine.captures, "overlap": engine.overlap}
+        self._lockstep = Lockstep(engine.groups, context, cap, **shared, address=options.address, secret=secret)
         leads = engine.groups.is_leader
         self._lines = [Line(context, address, secret=secret, dead_link_s=dead_link_s) for address in options.frontends] if leads else []
         self._poller = zmq.Poller()
@@ -162,16 +163,6 @@ class EngineLoop:
         if outcome.idle:
             self._lockstep.park(self._poller)
             return True
-        self._hand_offs: HandOffs | None = None
-        if options.role != "unified":
-            place = Place(options.instance, self._dp_rank)
-            self._hand_offs = HandOffs(options.role, place, engine, self._relay, self._home.__setitem__)
-
-    def _open_lockstep(self) -> Lockstep:
-        engine, options = self.engine, self.options
-        cap = engine.config.args.max_dispatch_tokens_per_rank
-        shared = {"captured": engine.captures, "overlap": engine.overlap}
-        return Lockstep(engine.groups, self._context, cap, **shared, address=options.address, secret=options.secret)
         if outcome.collect:
             self._send_outputs(self.engine.collect())
             return True
