@@ -7,17 +7,13 @@ has 0.025 and 0.34: rounding, and now and then another expert.)
 """
 
 import json
-import random
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from deepserve.config import SpeculativeConfig
 from deepserve.engine.engine import Engine, resolve
-from hw.cpu.ops import CpuOps
-from hw.quant import QuantTensor
 from hw.testing import available_backends, no_waiting
 from tests.deepserve.engine.driving import MINIMAL, Driver, Request, golden_cases, make_engine, run_alone, run_together
 from tests.deepserve.engine.test_engine import check_case, golden_requests
@@ -155,80 +151,7 @@ def test_what_a_device_refuses_it_refuses_at_the_door(device: str):
         make_engine(device=device, batch_invariant=True)
 
 
-# The widths of V3 with one dense and one MoE layer, so that the libraries' shapes run through the engine.
-V3_WIDTHS = {
-    **MINIMAL,
-    "hidden_size": 7168,
-    "vocab_size": 4096,
-    "intermediate_size": 18432,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 2048,
-    "torch_dtype": "bfloat16",
-}
-
-
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-
-def compare_layers(device: str, folder: Path, config: dict, **args) -> tuple[int, float, float]:
-    """Random weights, scored and generated, here and on the CPU in bf16: whole prompts, and chunks of 16, which attend in absorbed form.
-
-    Returns how many generated tokens were compared, and the mean and the 99th percentile of the differences of log-probabilities.
-    """
-    (folder / "config.json").write_text(json.dumps(config))
-    draw = random.Random(0)
-    prompts = [[draw.randrange(2, 4096) for _ in range(length)] for length in (1, 20, 64, 65, 100)]
-    requests = [
-        Request(prompt, {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0})
-        for prompt in prompts
-    ]
-    args = {"model": str(folder), "dtype": "bfloat16", "load_format": "dummy", "num_pages": 20, "max_num_seqs": 8, "num_threads": 8, **args}
-    reference = make_engine(device="cpu", **args)
-    expected = run_together(reference, requests)
-    errors, num_compared = [], 0
-    for chunk in (0, 16):
-        engine = make_engine(device=device, long_prefill_token_threshold=chunk, **args)
-        # A device draws dummy weights of its own.
-        for ours, theirs in zip(engine.runner.model.weights(), reference.runner.model.weights(), strict=True):
-            ours.fill(theirs.target)
-        for mine, theirs in zip(run_together(engine, requests), expected, strict=True):
-            pairs = list(zip(mine.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True))
-            # Up to the first other token, whose rival was a rounding away.
-            same = next((i for i, (a, b) in enumerate(zip(mine.tokens, theirs.tokens, strict=True)) if a != b), len(mine.tokens))
-            num_compared += same
-            pairs += zip(mine.logprobs[:same], theirs.logprobs[:same], strict=True)
-            errors += [abs(a.logprobs[0] - b.logprobs[0]) for a, b in pairs]
-    mean, p99 = sum(errors) / len(errors), sorted(errors)[len(errors) * 99 // 100]
-    print(f"{len(errors)} log-probabilities, {num_compared} generated: mean {mean:.4f}, 99 % below {p99:.4f}")
-    return num_compared, mean, p99
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", DEVICES)
-def test_layers_of_v3_widths_in_bf16(device: str, tmp_path: Path):
-    num_compared, mean, p99 = compare_layers(device, tmp_path, V3_WIDTHS)
-    assert num_compared >= 16 and mean < 0.02 and p99 < 0.1, (num_compared, mean, p99)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", DEVICES)
-def test_layers_of_v3_widths_in_fp8(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Weights stay in blocks and activations are quantised on both sides, so what differs is rounding: of sums to bf16, now and then to
-    the next e4m3 value, which is up to an eighth away."""
-    monkeypatch.setattr(
-        CpuOps, "quantizes", lambda self, weight, dtype: isinstance(weight, QuantTensor) and dtype == torch.bfloat16, raising=True
-    )
-    num_compared, mean, p99 = compare_layers(device, tmp_path, {**V3_WIDTHS, "quantization_config": FP8}, weight_format="fp8")
-    assert num_compared >= 16 and mean < 0.05 and p99 < 0.3, (num_compared, mean, p99)
 
 
 SETTINGS = {
