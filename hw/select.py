@@ -1,9 +1,14 @@
 """Name to backend. The only file that names one; nothing is imported before it is asked for."""
 
+from collections.abc import Sequence
+
+import torch
+
 from hw.api import Backend, Unsupported
 from hw.groups import Groups, open_groups
 from hw.rules import Facts
 from hw.topology import ParallelConfig
+from hw.transfer import KVTransfer
 
 NAMES = ("cpu", "cuda")
 
@@ -42,6 +47,16 @@ def open_backend(
 
         return open_cuda(groups, **options)
     raise ValueError(_unknown(name))
+
+
+def open_transfer(role: str, caches: Sequence[torch.Tensor]) -> KVTransfer:
+    """This rank's end of transfers between instances, of pages `[num_pages, ...]` in each of `caches`; role: a readable part of its name.
+
+    Raises Unsupported where what moves pages is not installed or does not know their device.
+    """
+    from hw.nixl_transfer import NixlTransfer
+
+    return NixlTransfer(role, caches)
 
 
 def backend_facts(name: str) -> Facts:

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 
 import zmq
 
@@ -23,6 +24,16 @@ from hw.api import ExpertMode, ExpertStep
 from hw.groups import Groups
 
 PARK_S = 5.0
+WHILE_S = 1.0
+MOMENT_MS = 2  # between looks at a transfer: little beside what it takes, and little work where the rank has nothing else to do
+
+
+class Wait(IntEnum):
+    """What a rank waits for where nobody has work. The most urgent one counts for all."""
+
+    MESSAGE = 0
+    WHILE = 1  # or until `WHILE_S` have passed, for it has to ask again for something
+    MOMENT = 2  # something comes without a message
 
 
 @dataclass(frozen=True)
@@ -35,9 +46,12 @@ class Ballot:
     stop: bool = False  # told to end now
     drained: bool = False  # told to drain, and nothing is left here
     num_drafts: int = 0  # that its plan makes
+    wait: Wait = Wait.MESSAGE
+    has_news: bool = False  # for its TP group, which hears it behind the vote
 
     def ints(self) -> list[int]:
-        return [self.num_tokens, int(self.has_work), int(self.has_launched), int(self.stop), int(self.drained), self.num_drafts]
+        flags = (self.has_work, self.has_launched, self.stop, self.drained)
+        return [self.num_tokens, *map(int, flags), self.num_drafts, int(self.wait), int(self.has_news)]
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,8 @@ class Outcome:
     collect: bool  # nobody has a plan, but somebody has a step to collect first
     end: bool  # somebody was told to stop, or all have drained
     num_drafts: int = 0  # most that a rank makes in this step: all see it through, since experts of the MTP module are spread over them
+    wait: Wait = Wait.MESSAGE
+    news: tuple[int, ...] = ()  # ranks that have some
 
     @property
     def idle(self) -> bool:
@@ -115,19 +131,25 @@ class Lockstep:
         leaders = ballots[::tp]  # followers have no plans of their own
         num_tokens = tuple(row[0] for row in leaders)
         collect = not any(num_tokens) and any(row[2] for row in leaders)
-        assert any(num_tokens) or collect or not any(row[1] for row in leaders), "there is work that no step takes on"
+        wait = Wait(max(row[6] for row in ballots))
+        assert any(num_tokens) or collect or wait or not any(row[1] for row in leaders), "there is work that no step takes on"
         end = any(row[3] for row in leaders) or all(row[4] for row in leaders)
         brought = [-(-tokens // tp) for tokens in num_tokens]
         step = expert_step(brought, self._cap, captured=self._captured, overlap=self._overlap)
-        return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders))
+        news = tuple(rank for rank, row in enumerate(ballots) if row[7])
+        return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders), wait, news)
 
-    def park(self, poller: zmq.Poller) -> None:
-        """Sleep until a message or a wake-up of this park comes in, or it is time to see whether the other ranks live.
+    def park(self, poller: zmq.Poller, wait: Wait = Wait.MESSAGE) -> None:
+        """Sleep until a message or a wake-up of this park comes in, or it is time to see whether the other ranks live, or what `wait` says.
 
         `poller` holds this rank's other sockets; a message there wakes the other ranks, and so does the time.
         """
+        if wait is Wait.MOMENT:  # all are back so soon that nobody needs waking
+            poller.poll(MOMENT_MS)
+            return
         self._num_parks += 1
-        deadline = time.monotonic() + (PARK_S if self._peers else math.inf)
+        limit_s = PARK_S if self._peers else math.inf
+        deadline = time.monotonic() + (min(limit_s, WHILE_S) if wait is Wait.WHILE else limit_s)
         poller.register(self.wakeups, zmq.POLLIN)
         while True:
             left_s = max(0.0, deadline - time.monotonic())

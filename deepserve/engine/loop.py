@@ -35,12 +35,16 @@ from deepserve.messages import (
     Leaving,
     Load,
     Outputs,
+    Place,
     Register,
+    Relay,
     Submit,
     ToEngine,
 )
 from deepserve.messages import Stop as StopNow
 from deepserve.model.checkpoint import fingerprint
+from deepserve.pd import messages as pd
+from deepserve.pd.role import HandOffs
 from hw.groups import PeerLost, Rendezvous, open_groups
 
 logger = logging.getLogger("deepserve.engine")
@@ -141,6 +145,10 @@ class EngineLoop:
         self._home: dict[str, zmq.Socket] = {}  # request -> who sent it
         self._draining = self._stopping = False
         self._heart = Heart(context, options, self._dp_rank) if leads else None
+        self._hand_offs: HandOffs | None = None
+        if options.role != "unified":
+            place = Place(options.instance, self._dp_rank)
+            self._hand_offs = HandOffs(options.role, place, engine, self._relay, self._home.__setitem__)
 
     def run(self) -> None:
         """Until a rank is told to stop, or all have drained. Raises PeerLost."""
@@ -156,12 +164,17 @@ class EngineLoop:
     def _step(self) -> bool:
         """One turn of the loop. Returns whether to go on."""
         self._receive()
+        if self._hand_offs is not None:
+            self._send_outputs(self._hand_offs.turn())
         plan = self.engine.plan()
         outcome = self._lockstep.vote(self._ballot(plan))
         if outcome.end:
             return False
+        if self._hand_offs is not None:
+            self._hand_offs.exchange(outcome)
         if outcome.idle:
-            self._lockstep.park(self._poller)
+            if not outcome.news:
+                self._lockstep.park(self._poller, outcome.wait)
             return True
         if outcome.collect:
             self._send_outputs(self.engine.collect())
@@ -175,17 +188,25 @@ class EngineLoop:
         return True
 
     def _ballot(self, plan: StepPlan | None) -> Ballot:
+        hand_offs = self._hand_offs
+        shared = {} if hand_offs is None else {"wait": hand_offs.wait, "has_news": hand_offs.has_news}
         if self._heart is None:
-            return Ballot()
-        self._heart.load = self.engine.load()
-        has_work = self.engine.has_work
+            return Ballot(**shared)
+        self._heart.load = self._load()
+        has_work = self.engine.has_work or (hand_offs is not None and hand_offs.has_work)
         drained = self._draining and not has_work
         num_tokens, num_drafts = (0, 0) if plan is None else (plan.num_tokens, plan.num_drafts)
-        return Ballot(num_tokens, has_work, self.engine.has_launched, self._stopping, drained, num_drafts)
+        return Ballot(num_tokens, has_work, self.engine.has_launched, self._stopping, drained, num_drafts, **shared)
+
+    def _load(self) -> Load:
+        load = self.engine.load()
+        return load if self._hand_offs is None else self._hand_offs.load(load)
 
     def close(self, error: str = "") -> None:
         """Say goodbye and close the sockets."""
         self._lockstep.close()
+        if self._hand_offs is not None:
+            self._hand_offs.close()
         for line in self._lines:
             self._send(line.socket, Goodbye(error))
             line.close(LINGER_MS)
@@ -230,6 +251,8 @@ class EngineLoop:
 
     def _forget(self, socket: zmq.Socket) -> None:
         """Abort what came on this connection."""
+        if self._hand_offs is not None:
+            self._hand_offs.forget(socket)
         request_ids = [request_id for request_id, home in self._home.items() if home is socket]
         self.engine.abort(request_ids)
         for request_id in request_ids:
@@ -241,21 +264,31 @@ class EngineLoop:
                 self._home[message.request_id] = socket
                 self.engine.submit(message)
             case Abort():
+                if self._hand_offs is not None:
+                    self._hand_offs.abort(message.request_ids)
                 self.engine.abort(message.request_ids)
                 for request_id in message.request_ids:
                     self._home.pop(request_id, None)
+            case Relay(peer, frame):
+                if self._hand_offs is not None:
+                    self._hand_offs.on_message(socket, peer, pd.decode(frame))
             case Drain():
                 self._draining = True
             case StopNow():
                 self._stopping = True
 
+    def _relay(self, socket: zmq.Socket, peer: Place | None, message: pd.Message) -> None:
+        self._send(socket, Relay(peer, pd.encode(message)))
+
     def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
+        if self._hand_offs is not None:
+            outputs = self._hand_offs.take(outputs)
         if not outputs:
             return
         by_home: dict[zmq.Socket, list[SequenceOutput]] = defaultdict(list)
         for output in outputs:
             by_home[self._home[output.request_id]].append(output)
-        load = self.engine.load()
+        load = self._load()
         for socket, mine in by_home.items():
             self._send(socket, Outputs(mine, load))
         for output in outputs:

@@ -221,6 +221,10 @@ class Pages:
         """Owners of hand-offs past their deadline that nobody cancelled yet."""
         return [owner for owner, transfer in self._transfers.items() if transfer.deadline_s <= now_s and transfer.state in LIVE]
 
+    def num_transferred(self, *states: PageState) -> int:
+        """Pages of hand-offs in these states."""
+        return sum(len(transfer.pages) for transfer in self._transfers.values() if transfer.state in states)
+
     # Audit
 
     def states(self) -> dict[PageState, int]:

@@ -198,8 +198,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "cache_salt", "end_token_ids", "index", "num_cached", "num_computed", "num_drafts", "num_expected", "num_preemptions", "num_prompt",
-        "num_sent_pages", "num_started", "page_hashes", "pages", "params", "prompt_logprobs", "request_id", "row", "stay", "tokens",
+        "cache_salt", "end_token_ids", "hands_off", "index", "num_cached", "num_computed", "num_drafts", "num_expected", "num_preemptions",
+        "num_prompt", "num_sent_pages", "num_started", "page_hashes", "pages", "params", "prompt_logprobs", "request_id", "row", "stay",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, request_id: str, index: int, prompt: array, params: SamplingParams, cache_salt: str, end_token_ids: frozenset[int]):
@@ -221,6 +222,7 @@ class Sequence:
         self.num_sent_pages = 0  # pages the runner was told of
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0
+        self.hands_off = False  # its first token is the last one that is drawn here
         self.prompt_logprobs: list[PositionLogprobs | None] = []
 
     @property
@@ -235,3 +237,37 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.index == 0 and self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
+
+    def append(self, tokens: list[int], logprobs: list[PositionLogprobs] | None) -> SequenceOutput:
+        """The one place through which drawn tokens enter a sequence. What stands behind its end is dropped. News for the client."""
+        first = not self.num_generated
+        reason = stop_token = None
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            self.tokens.append(token)
+            if token in self.end_token_ids and self.num_generated > self.params.min_tokens:
+                reason, stop_token = "stop", token
+            elif self.num_generated >= self.params.max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        return SequenceOutput(
+            request_id=self.request_id,
+            index=self.index,
+            token_ids=kept,
+            finish_reason=reason,
+            stop_token_id=stop_token,
+            logprobs=None if logprobs is None else logprobs[: len(kept)],
+            prompt_logprobs=self.prompt_logprobs if first and self.prompt_logprobs else None,
+            num_cached_tokens=self.num_cached if first else 0,
+        )
+
+    def scored(self) -> SequenceOutput:
+        """News of a sequence that wants no tokens: it is done when its prompt is computed."""
+        return SequenceOutput(self.request_id, self.index, [], "length", None, None, self.prompt_logprobs or None, self.num_cached)
+
+    def add_prompt_logprobs(self, positions: list[PositionLogprobs]) -> None:
+        if not self.prompt_logprobs:
+            self.prompt_logprobs.append(None)  # nothing precedes the first token
+        self.prompt_logprobs += positions

@@ -13,13 +13,15 @@ the page then.
 
 from array import array
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
 from deepserve.engine.pages import Pages
-from deepserve.engine.request import PositionLogprobs, SamplingParams, Sequence, SequenceOutput
+from deepserve.engine.request import SamplingParams, Sequence, SequenceOutput
 from deepserve.engine.stats import SchedulerStats
-from deepserve.engine.step import RowFill, StepPlan, StepResult
+from deepserve.engine.step import RowFill, StepPlan, StepResult, new_pages
+from deepserve.messages import Submit
 from mtp.schedule import DraftSchedule
 
 
@@ -56,6 +58,8 @@ class Scheduler:
         self.stats = SchedulerStats(num_accepted_by_position=[0] * (drafts.max_drafts if drafts else 0))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._arrived: deque[Sequence] = deque()  # prompts computed elsewhere; they hold pages and wait for a row
+        self._untold: list[Sequence] = []  # of those that run, who has a row that the runner has not been told of
         self._followers: dict[str, list[Sequence]] = {}  # sequences 1.. of a request, until sequence 0 has computed the prompt
         self._num_live: dict[str, int] = {}  # unfinished sequences of each request
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
@@ -65,18 +69,42 @@ class Scheduler:
 
     # Requests
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams, cache_salt: str = "") -> None:
-        """Queue a validated request (`request.validate`)."""
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams, cache_salt: str = "", *, hands_off: bool = False) -> Sequence:
+        """Queue a validated request (`request.validate`); its first sequence. hands_off: it stops for good behind its first draw, and keeps
+        its pages until `abort`.
+        """
         assert params.max_tokens is not None and params.seed is not None, "params come from validate()"
-        assert self.pages.num_for(len(prompt) + params.max_tokens) <= self.pages.num_pages, "a request that can never fit was let in"
+        most = 1 if hands_off else params.max_tokens
+        assert self.pages.num_for(len(prompt) + most) <= self.pages.num_pages, "a request that can never fit was let in"
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.config.eos_token_ids)
         tokens = array("i", prompt)
-        sequences = [Sequence(request_id, i, tokens, params, cache_salt, ends) for i in range(params.n)]
-        self._num_live[request_id] = params.n
+        sequences = [Sequence(request_id, i, tokens, params, cache_salt, ends) for i in range(1 if hands_off else params.n)]
+        sequences[0].hands_off = hands_off
+        self._num_live[request_id] = len(sequences)
         self.waiting.append(sequences[0])
-        if params.n > 1:
+        if len(sequences) > 1:
             # The first one computes the prompt; the others then find it in the prefix cache.
             self._followers[request_id] = sequences[1:]
+        return sequences[0]
+
+    def take_over(self, submit: Submit, pages: list[int], hashes: list[bytes], first: SequenceOutput) -> list[SequenceOutput]:
+        """Go on with a request whose prompt is computed: `pages` hold it, those of `hashes` are published, `first` was drawn behind it.
+        Returns news for clients.
+        """
+        sequence = self.add(submit.request_id, submit.prompt_token_ids, submit.params, submit.cache_salt)
+        self.waiting.remove(sequence)
+        sequence.pages, sequence.page_hashes, sequence.num_cached = pages, hashes, first.num_cached_tokens
+        sequence.prompt_logprobs = first.prompt_logprobs or []
+        output = sequence.append(first.token_ids, first.logprobs)
+        self._count(sequence, output)
+        self._advance(sequence, sequence.num_prompt)
+        sequence.num_started, sequence.num_expected = sequence.num_computed, len(sequence.tokens)
+        if output.finish_reason is None:
+            self._arrived.append(sequence)
+        else:
+            self.pages.release(pages)
+            self._forget(sequence.request_id, 1)
+        return [output, *self._release_followers(sequence)]
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free what it holds. Returns whether it was known."""
@@ -86,6 +114,9 @@ class Scheduler:
         for sequence in [s for s in self.running if s.request_id == request_id]:
             self.running.remove(sequence)
             self._vacate(sequence)
+        for sequence in [s for s in self._arrived if s.request_id == request_id]:
+            self._arrived.remove(sequence)
+            self.pages.release(sequence.pages)
         self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
         return True
 
@@ -95,17 +126,23 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + sum(map(len, self._followers.values()))
+        return len(self.waiting) + len(self._arrived) + sum(map(len, self._followers.values()))
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self._arrived)
+
+    @property
+    def num_free_rows(self) -> int:
+        """More sequences that can run, beside those that are here with their pages."""
+        return len(self._free_rows) - len(self._arrived)
 
     # Planning
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run. At most `max_in_flight` plans may wait for their results."""
         assert len(self._in_flight) < self.config.max_in_flight, "earlier plans were neither applied nor discarded"
+        self._seat()
         num_drafts = self.drafts.choose(len(self.running) or 1) if self.drafts else 0
         scheduled: dict[Sequence, int] = {}  # tokens in this step; decode entries first
         num_preemptions = self.stats.num_preemptions
@@ -138,11 +175,21 @@ class Scheduler:
             sequence.num_drafts = 0
         self._resend_all = True
 
+    def _seat(self) -> None:
+        """Rows for sequences that came with their pages."""
+        while self._arrived and self._free_rows:
+            sequence = self._arrived.popleft()
+            sequence.row = self._free_rows.pop()
+            self.running.append(sequence)
+            self._untold.append(sequence)
+
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences that can go on: those one token behind, which decode, and those that catch up in chunks."""
         decoding: list[Sequence] = []
         behind: list[Sequence] = []
         for sequence in self.running:
+            if sequence.hands_off and sequence.num_expected > sequence.num_prompt:
+                continue
             missing = sequence.num_expected - sequence.num_started
             if missing > 1 or (missing and not sequence.params.max_tokens):
                 behind.append(sequence)
@@ -217,6 +264,8 @@ class Scheduler:
         self.pages.release(sequence.pages)
         sequence.pages = []
         sequence.page_hashes = []
+        if sequence in self._untold:
+            self._untold.remove(sequence)
         assert sequence.row is not None
         self._free_rows.append(sequence.row)
         sequence.row = None
@@ -233,9 +282,9 @@ class Scheduler:
             count = min(len(sequence.tokens) - num_cached, self.config.max_chunk_tokens, budget)
             if not self.config.chunked_prefill and count < len(sequence.tokens) - num_cached:
                 break
-            # Room for all known tokens and the next one, lest it be preempted before its first token. Alone it always fits.
+            # Room for all known tokens and the next one, lest it be preempted before its first token. Where nobody else holds any it fits.
             whole = self.pages.num_for(len(sequence.tokens) + (sequence.params.max_tokens > 0)) - len(hits)
-            if self.running and whole > self.pages.num_available - self.pages.num_cached_of(hits):
+            if whole > self.pages.num_available - self.pages.num_cached_of(hits):
                 break
             self.waiting.popleft()
             self.pages.hold(hits)
@@ -256,11 +305,11 @@ class Scheduler:
 
     def _compose(self, scheduled: dict[Sequence, int], admitted: list[Sequence], num_decode: int, num_drafts: int) -> StepPlan:
         order = list(scheduled)
-        fills = self.running if self._resend_all else admitted
-        self._resend_all = False
+        fills = self.running if self._resend_all else [*self._untold, *admitted]
+        self._resend_all, self._untold = False, []
         for sequence in fills:
             sequence.num_sent_pages = len(sequence.pages)
-        page_rows, page_idxs, page_ids = _new_pages(order)
+        page_rows, page_idxs, page_ids = new_pages(order)
         counts = list(scheduled.values())
         starts = [s.num_started for s in order]
         draws = [i for i, s in enumerate(order) if i < num_decode or (starts[i] + counts[i] == s.num_expected and s.params.max_tokens)]
@@ -313,20 +362,21 @@ class Scheduler:
             else:
                 end = plan.starts[i] + plan.counts[i]
             if i in result.prompt_logprobs:
-                self._add_prompt_logprobs(sequence, result.prompt_logprobs[i])
+                sequence.add_prompt_logprobs(result.prompt_logprobs[i])
             first = not sequence.num_generated
             output = None
             if tokens is not None:
-                output = self._append(sequence, tokens, result.logprobs.get(i))
+                output = sequence.append(tokens, result.logprobs.get(i))
+                self._count(sequence, output)
             elif end == sequence.num_prompt and not sequence.params.max_tokens:
-                output = self._scored(sequence)
+                output = sequence.scored()
             self._advance(sequence, end)
             if output is None:
                 continue
             outputs.append(output)
             if first:
                 outputs += self._release_followers(sequence)
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and not sequence.hands_off:
                 done.append(sequence)
         if done:
             self._finish(done)
@@ -344,31 +394,9 @@ class Scheduler:
         self.drafts.observe_drafts(num_drafts, num_accepted)
         self.stats.count_drafts(num_drafts, num_accepted)
 
-    def _append(self, sequence: Sequence, tokens: list[int], logprobs: list[PositionLogprobs] | None) -> SequenceOutput:
-        """The one place through which drawn tokens enter a sequence. What stands behind its end is dropped."""
-        first = not sequence.num_generated
-        reason = stop_token = None
-        kept: list[int] = []
-        for token in tokens:
-            kept.append(token)
-            sequence.tokens.append(token)
-            if token in sequence.end_token_ids and sequence.num_generated > sequence.params.min_tokens:
-                reason, stop_token = "stop", token
-            elif sequence.num_generated >= sequence.params.max_tokens:
-                reason = "length"
-            if reason is not None:
-                break
-        self.stats.num_generated_tokens += len(kept)
-        return SequenceOutput(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            token_ids=kept,
-            finish_reason=reason,
-            stop_token_id=stop_token,
-            logprobs=None if logprobs is None else logprobs[: len(kept)],
-            prompt_logprobs=sequence.prompt_logprobs if first and sequence.prompt_logprobs else None,
-            num_cached_tokens=sequence.num_cached if first else 0,
-        )
+    def _count(self, sequence: Sequence, output: SequenceOutput) -> None:
+        if not sequence.hands_off:  # who takes it over counts its token
+            self.stats.num_generated_tokens += len(output.token_ids)
 
     def _advance(self, sequence: Sequence, end: int) -> None:
         """Tokens before `end` are computed, as far as they are the sequence's. Full pages go to the prefix cache."""
@@ -376,16 +404,6 @@ class Scheduler:
         sequence.num_computed = min(end, len(sequence.tokens))
         if sequence.num_computed // page_size > start // page_size:
             self._publish(sequence)
-
-    def _scored(self, sequence: Sequence) -> SequenceOutput:
-        """A request for no tokens is done when its prompt is computed."""
-        prompt_logprobs = sequence.prompt_logprobs or None
-        return SequenceOutput(sequence.request_id, sequence.index, [], "length", None, None, prompt_logprobs, sequence.num_cached)
-
-    def _add_prompt_logprobs(self, sequence: Sequence, positions: list) -> None:
-        if not sequence.prompt_logprobs:
-            sequence.prompt_logprobs.append(None)  # nothing precedes the first token
-        sequence.prompt_logprobs += positions
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer pages that are full and computed to the prefix cache."""
@@ -401,7 +419,7 @@ class Scheduler:
             self.waiting.extendleft(reversed(followers))
             return []
         self._forget(leader.request_id, len(followers))
-        return [self._scored(sequence) for sequence in followers]
+        return [sequence.scored() for sequence in followers]
 
     def _finish(self, done: list[Sequence]) -> None:
         gone = set(done)
@@ -415,32 +433,16 @@ class Scheduler:
         if not self._num_live[request_id]:
             del self._num_live[request_id]
 
-    def check(self) -> None:
-        """Audit: pages, rows and queues agree. AssertionError says what is wrong."""
-        self.pages.check([s.pages for s in self.running])
+    def check(self, held: Iterable[list[int]] = ()) -> None:
+        """Audit: pages, rows and queues agree. `held`: pages that others hold. AssertionError says what is wrong."""
+        self.pages.check([*(s.pages for s in (*self.running, *self._arrived)), *held])
         rows = [s.row for s in self.running] + self._free_rows
         assert sorted(rows) == list(range(self.config.max_num_seqs)), f"rows counted twice or lost: {sorted(rows)}"
         assert all(s.row is None and not s.pages for s in self.waiting), "a waiting sequence holds something"
-        live = Counter(s.request_id for s in (*self.running, *self.waiting, *chain(*self._followers.values())))
+        live = Counter(s.request_id for s in (*self.running, *self._arrived, *self.waiting, *chain(*self._followers.values())))
         assert live == self._num_live, "requests and their sequences differ"
 
 
 def _may_end(sequence: Sequence) -> bool:
     """Whether a token in flight may be the last one that the sequence may have."""
     return sequence.num_expected >= sequence.most_tokens
-
-
-def _new_pages(sequences: list[Sequence]) -> tuple[list[int], list[int], list[int]]:
-    """Rows, places and ids of the pages that the runner has not been told of."""
-    rows: list[int] = []
-    idxs: list[int] = []
-    ids: list[int] = []
-    for sequence in sequences:
-        num_pages = len(sequence.pages)
-        if num_pages > sequence.num_sent_pages:
-            new = range(sequence.num_sent_pages, num_pages)
-            rows += [sequence.row] * len(new)
-            idxs += new
-            ids += sequence.pages[new.start :]
-            sequence.num_sent_pages = num_pages
-    return rows, idxs, ids

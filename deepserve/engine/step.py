@@ -72,3 +72,19 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     logprobs: dict[int, list[PositionLogprobs]]  # by entry, where asked for: one for each of its tokens
     # By entry: positions `start + 1 .. start + count`, as far as they are prompt.
     prompt_logprobs: dict[int, list[PositionLogprobs]]
+
+
+def new_pages(sequences: list[Sequence]) -> tuple[list[int], list[int], list[int]]:
+    """Rows, places and ids of the pages that the runner has not been told of, and is told now."""
+    rows: list[int] = []
+    idxs: list[int] = []
+    ids: list[int] = []
+    for sequence in sequences:
+        num_pages = len(sequence.pages)
+        if num_pages > sequence.num_sent_pages:
+            new = range(sequence.num_sent_pages, num_pages)
+            rows += [sequence.row] * len(new)
+            idxs += new
+            ids += sequence.pages[new.start :]
+            sequence.num_sent_pages = num_pages
+    return rows, idxs, ids

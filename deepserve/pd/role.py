@@ -1,0 +1,174 @@
+"""A rank's part in hand-offs, around its engine: the leader's decisions, each TP rank's writes and arrivals, and what they tell each other.
+
+Leader and followers of a TP group turn together, so they talk through the group: a rank that has news says so in its ballot, and all
+hear it behind that vote. Where there is no news it costs nothing.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from deepserve.engine.engine import Engine
+from deepserve.engine.lockstep import Outcome, Wait
+from deepserve.engine.pages import LIVE, PageState
+from deepserve.engine.request import SequenceOutput
+from deepserve.messages import Load, Place
+from deepserve.pd.decode import DecodeRole
+from deepserve.pd.messages import Message
+from deepserve.pd.prefill import PrefillRole
+from deepserve.pd.writer import Chunk, Halt, Report, Writer
+from hw.select import open_transfer
+from hw.transfer import Part
+
+ROLES = ("unified", "prefill", "decode")
+
+
+class Arrived(msgspec.Struct, tag="arrived", array_like=True, frozen=True):
+    """A rank of a decode instance to its leader: this part is in place here."""
+
+    part: Part
+
+
+News = Chunk | Halt | Report | Arrived
+
+
+class HandOffs:
+    """Hand-offs of one rank of a prefill or decode instance."""
+
+    def __init__(
+        self, role: str, place: Place, engine: Engine, send: Callable[[Any, Place | None, Message], None], adopt: Callable[[str, Any], None]
+    ):
+        """Collective over the TP group. send: a message on a line to a place, None: the router. adopt: see `DecodeRole`.
+
+        Raises ValueError for an unknown role, Unsupported where nothing can move the pages.
+        """
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
+        self._engine, self._tp = engine, engine.groups.tp
+        caches = engine.runner.caches
+        self._transfer = open_transfer(f"{place.instance}.{engine.groups.rank}", caches)
+        self._outbox: list[News] = []  # for the other ranks of the TP group
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[News])
+        self._writer = Writer(self._transfer, len(caches), self._tp.rank, self._tp.size) if role == "prefill" else None
+        self._prefill: PrefillRole | None = None
+        self._decode: DecodeRole | None = None
+        leads, scheduler = engine.groups.is_leader, engine.scheduler
+        if role == "prefill" and leads:
+            self._prefill = PrefillRole(scheduler, self._tp.size, self._command, send)
+        if role == "decode":
+            mine = self._transfer.describe()
+            every = [self._tp.broadcast_bytes(mine if idx == self._tp.rank else None, idx) for idx in range(self._tp.size)]
+            self._decode = DecodeRole(scheduler, place, every, send, adopt) if leads else None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the other ranks of the TP group must hear something."""
+        return bool(self._outbox)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a hand-off may still succeed."""
+        if self._decode is not None:
+            return self._decode.is_live or self._decode.num_asked > 0
+        return self._prefill is not None and self._prefill.is_live
+
+    @property
+    def wait(self) -> Wait:
+        """What this rank waits for where it has nothing to run."""
+        if self._prefill is not None and self._prefill.is_live:
+            return Wait.MOMENT
+        if self._decode is not None and self._decode.is_live:
+            return Wait.MOMENT
+        return Wait.WHILE if self._decode is not None and self._decode.is_quarantined else Wait.MESSAGE
+
+    def on_message(self, line: Any, peer: Place | None, message: Message) -> None:
+        """From a place, None: the router. Messages that are not for this role mean nothing to it."""
+        if self._prefill is not None:
+            self._prefill.on_message(line, peer, message, time.monotonic())
+        if self._decode is not None:
+            self._decode.on_message(line, message, time.monotonic())
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End what these requests have here."""
+        if self._prefill is not None:
+            self._prefill.abort(request_ids)
+        if self._decode is not None:
+            self._decode.abort(request_ids, time.monotonic())
+
+    def forget(self, line: Any) -> None:
+        """A line broke: end what came on it."""
+        if self._prefill is not None:
+            self._prefill.forget(line)
+        if self._decode is not None:
+            self._decode.forget(line, time.monotonic())
+
+    def turn(self) -> list[SequenceOutput]:
+        """Before a step is planned, and none is half told: see what has moved and act on it. News for clients."""
+        now_s = time.monotonic()
+        parts = [part for _, part in self._transfer.poll()]
+        reports = [] if self._writer is None else self._writer.poll()
+        if self._prefill is not None:
+            for report in reports:
+                self._prefill.on_report(0, report)
+            self._prefill.turn(now_s)
+            return []
+        if self._decode is not None:
+            for part in parts:
+                self._decode.on_part(0, part, now_s)
+            return self._decode.turn(now_s)
+        self._outbox += [*reports, *(Arrived(part) for part in parts if self._writer is None)]
+        return []
+
+    def take(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
+        """What of a step's news is for clients of this instance."""
+        return outputs if self._prefill is None else self._prefill.take(outputs)
+
+    def exchange(self, outcome: Outcome) -> None:
+        """Behind a vote: hear what the TP group has to say. Collective over it."""
+        self._transfer.set_active(outcome.wait is not Wait.MESSAGE)
+        for idx, rank in enumerate(self._tp.ranks):
+            if rank not in outcome.news:
+                continue
+            mine = idx == self._tp.rank
+            data = self._tp.broadcast_bytes(self._encoder.encode(self._outbox) if mine else None, idx)
+            if mine:
+                self._outbox = []
+            else:
+                for news in self._decoder.decode(data):
+                    self._hear(idx, news)
+
+    def _hear(self, rank: int, news: News) -> None:
+        match news:
+            case Chunk() | Halt() if self._writer is not None:
+                self._writer.execute(news)
+            case Report() if self._prefill is not None:
+                self._prefill.on_report(rank, news)
+            case Arrived(part) if self._decode is not None:
+                self._decode.on_part(rank, part, time.monotonic())
+
+    def _command(self, command: Chunk | Halt) -> None:
+        self._writer.execute(command)
+        if self._tp.size > 1:
+            self._outbox.append(command)
+
+    def load(self, load: Load) -> Load:
+        """With what hand-offs add to it."""
+        scheduler, pages = self._engine.scheduler, self._engine.pages
+        unfinished = (*scheduler.running, *scheduler.waiting)
+        return msgspec.structs.replace(
+            load,
+            num_waiting=load.num_waiting + (0 if self._decode is None else self._decode.num_asked),
+            num_queued_tokens=sum(max(0, sequence.num_prompt - sequence.num_computed) for sequence in unfinished),
+            num_transfer_pages=pages.num_transferred(*LIVE),
+            num_quarantined_pages=pages.num_transferred(PageState.QUARANTINED),
+        )
+
+    def check(self) -> None:
+        """Audit of the scheduler and its pages, with those that hand-offs hold. AssertionError says what is wrong."""
+        leader = self._prefill or self._decode
+        self._engine.scheduler.check([] if leader is None else leader.held)
+
+    def close(self) -> None:
+        self._transfer.close()
