@@ -36,13 +36,17 @@ class GemmOps:
 
     def linear(self, x, weight):
         library = self._library(LINEAR, x.shape[0], dense_dtype(x), weight)
-        if library not in TAKES_FP8:
-            return torch.nn.functional.linear(*_both_dense(x, weight))
+        if not isinstance(weight, QuantTensor) or library not in TAKES_FP8:
+            x, weight = _both_dense(x, weight)
+            library = self._library(LINEAR, x.shape[0], x.dtype, weight)
+        elif not isinstance(x, QuantTensor):
+            x = quantize(x)
         if library == FEW_ROWS:
-            return few_rows_linear(x if isinstance(x, QuantTensor) else quantize(x), weight)
+            return few_rows_linear(x, weight)
+        if library != DEEP_GEMM:
+            return torch.nn.functional.linear(x, weight)
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=weight.data.device)
         if x.shape[0]:
-            x = x if isinstance(x, QuantTensor) else quantize(x)
             self._deep_gemm.fp8_gemm_nt((x.data, x.scale), (weight.data, weight.scale.float()), out)
         return out
 

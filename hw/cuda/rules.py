@@ -21,9 +21,8 @@ FEW_SEQUENCES, FEW_QUERIES = 8, 16
 # Elements of an expert's matrix from which DeepGEMM's masked bf16 product is worth compiling.
 LARGE_WEIGHT = 1 << 20
 # Most rows for which kernels of ours that read the weight at full speed beat DeepGEMM's: of `linear`, and of each expert. The first number
-# is that of the kernel whose warps cut K; the second that of the one whose programs do.
-WARPS_CUT_K_MOST_ROWS, FEW_ROWS_LINEAR, FEW_ROWS_EXPERT = 8, 16, 16
-
+# is that of the kernel whose warps cut K; the second that of the one whose programs do. FEW_ROWS_DENSE: of `linear` in bf16.
+WARPS_CUT_K_MOST_ROWS, FEW_ROWS_LINEAR, FEW_ROWS_EXPERT, FEW_ROWS_DENSE = 8, 16, 16, 4
 
 # What DeepEP's low-latency kernels are compiled for, and the tokens of a rank that its send queues hold.
 DEEP_EP_WIDTHS, DEEP_EP_MOST_TOKENS = (2048, 2560, 4096, 5120, 6144, 7168, 8192), 511
@@ -88,8 +87,14 @@ def _deep_gemm_fp8(shape: Product) -> str | None:
 
 
 def _few_rows_linear(shape: Product) -> str | None:
-    most = FEW_ROWS_LINEAR
-    return _deep_gemm_fp8(shape) or (f"more than {most} rows" if shape.rows > most else None)
+    most = FEW_ROWS_DENSE if shape.block is None else FEW_ROWS_LINEAR
+    if shape.block is not None:
+        reason = _deep_gemm_fp8(shape)
+    elif shape.dtype != torch.bfloat16:
+        reason = f"activations in {shape.dtype}, it takes {torch.bfloat16}"
+    else:
+        reason = f"K {shape.inner} is no multiple of 64" if shape.inner % 64 else None
+    return reason or (f"more than {most} rows" if shape.rows > most else None)
 
 
 def _few_rows_masked(shape: Product) -> str | None:

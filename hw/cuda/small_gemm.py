@@ -12,11 +12,16 @@ _PROGRAMS = 528  # of the kernel whose programs cut K: four a multiprocessor
 _LEAST_BLOCKS = 4  # of 128 channels in one of its splits
 
 
-def few_rows_linear(x: QuantTensor, weight: QuantTensor) -> torch.Tensor:
-    """`x @ weight.T`, `[T, N]` bf16: x `[T, K]`, at most 16 rows, best as `hw.cuda.layout.quantized_rows` lays them, weight `[N, K]`."""
+def few_rows_linear(x: torch.Tensor | QuantTensor, weight: torch.Tensor | QuantTensor) -> torch.Tensor:
+    """`x @ weight.T`, `[T, N]` bf16: x `[T, K]`, at most 16 rows, weight `[N, K]`, both FP8 or both dense.
+
+    FP8 rows are best as `hw.cuda.layout.quantized_rows` lays them.
+    """
     num_rows, (outer, inner) = x.shape[0], weight.shape
-    out = torch.empty((num_rows, outer), dtype=torch.bfloat16, device=x.data.device)
-    if num_rows <= WARPS_CUT_K_MOST_ROWS:
+    out = torch.empty((num_rows, outer), dtype=torch.bfloat16, device=weight.data.device)
+    if not isinstance(x, QuantTensor):
+        _warps_cut_k(x.contiguous()[None], None, weight[None], None, out[None], None, 4)
+    elif num_rows <= WARPS_CUT_K_MOST_ROWS:
         split = 8 if inner >= 4096 else 4
         _warps_cut_k(x.data[None], x.scale[None], weight.data[None], weight.scale.float()[None], out[None], None, split)
     else:
@@ -43,8 +48,10 @@ def _warps_cut_k(x, x_scale, weight, weight_scale, out, counts, split: int) -> N
     if fp8 and capacity > 1 and x_scale.stride(1) != 1:
         x_scale = x_scale.mT.contiguous().mT
     block_t = min(16, triton.next_power_of_2(capacity))
-    block_t = block_t if fp8 or block_t in (1, 16) else 8
-    block_n, block_k = 16 if fp8 and block_t <= 4 else 32, 128 if fp8 else 64
+    if fp8 or counts is None:
+        block_n, block_k = 16 if block_t <= 4 else 32, 128 if inner % 128 == 0 else 64
+    else:
+        block_t, block_n, block_k = block_t if block_t in (1, 16) else 8, 32, 64
     grid = (triton.cdiv(outer, block_n), triton.cdiv(capacity, block_t), num_experts)
     few_rows_kernel[grid](
         x, x_scale, weight, weight_scale, out, counts, capacity, outer, inner, x.stride(0), x_scale.stride(0) if fp8 else 0,

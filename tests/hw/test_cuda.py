@@ -54,10 +54,13 @@ def test_decode_of_v3(opened, composites, library: bool, num_heads: int, query_l
     check(opened.ops if library else composites, "mla_decode", "v3", Call(args), opened.runtime.device)
 
 
+@pytest.mark.parametrize("gap", [0, 576])
 @pytest.mark.parametrize("causal", [True, False])
-def test_prefill_of_v3(opened, causal: bool):
+def test_prefill_of_v3(opened, causal: bool, gap: int):
+    """gap: of the rows of queries, where they come out of one product with the latents."""
     q_lens, k_lens = (1, 1023, 129), (64, 1023, 700)
-    q, k = normal(sum(q_lens), 8, 192, dtype=BF16), normal(sum(k_lens), 8, 192, dtype=BF16)
+    q = normal(sum(q_lens), 8 * 192 + gap, dtype=BF16)[:, : 8 * 192].unflatten(1, (8, 192))
+    k = normal(sum(k_lens), 8, 192, dtype=BF16)
     v = normal(sum(k_lens), 8, 128, dtype=BF16)
     check(opened.ops, "mla_prefill", "v3", Call((q, k, v, segments(q_lens), segments(k_lens), 192**-0.5, causal)), opened.runtime.device)
 

@@ -36,6 +36,16 @@ def test_fp8_products_of_few_rows(opened, outer: int, inner: int):
         assert_close(again, quantized_product(x, w), tolerance(BF16), f"{num_rows} rows, quantised elsewhere")
 
 
+@pytest.mark.parametrize(("outer", "inner"), [(3648, 2048), (100, 10944), (5000, 192)])
+def test_bf16_products_of_few_rows(opened, outer: int, inner: int):
+    w = weight(outer, inner, dtype=torch.float32).to(BF16)
+    there = w.to(opened.runtime.device)
+    for num_rows in (1, 2, 3, 4, 5, 16):
+        x = normal(num_rows, inner + 8, dtype=BF16)[:, :inner]  # rows with gaps
+        actual = opened.ops.linear(to_device(x, opened.runtime.device), there)
+        assert_close(actual, (x.float() @ w.float().T).to(BF16), tolerance(BF16), f"{num_rows} rows")
+
+
 @pytest.mark.parametrize("counts", [(1,), (0, 1, 0), (2, 0, 1, 3), (4, 4, 4), (8, 1, 0, 5, 7), (16, 3, 0)])
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 def test_products_of_experts_with_few_rows(opened, fp8: bool, counts: tuple[int, ...]):

@@ -59,7 +59,14 @@ def test_products_of_few_rows():
     ):
         for rows, expected in ((1, FEW_ROWS), (last_row, FEW_ROWS), (last_row + 1, DEEP_GEMM)):
             assert choose("product", table, Product.of(rows, BF16, weight)).served_by == expected, (rows, weight.shape)
-    assert choose("product", LINEAR, Product.of(1, BF16, fp8(2100, 7168))).served_by == CUBLAS
+    for rows, dtype, weight, expected in (
+        (4, BF16, dense[0], FEW_ROWS),
+        (5, BF16, dense[0], CUBLAS),
+        (1, BF16, dense[0, :, :100], CUBLAS),
+        (1, torch.float32, dense[0], CUBLAS),
+        (1, BF16, fp8(2100, 7168), CUBLAS),
+    ):
+        assert choose("product", LINEAR, Product.of(rows, dtype, weight)).served_by == expected, (rows, dtype, weight.shape)
     assert choose("product", MASKED, Product.of(1, BF16, torch.empty(8, 64, 256, device="meta"))).served_by == TRITON
 
 
