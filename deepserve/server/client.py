@@ -12,16 +12,17 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Iterator
 
 import msgspec
 import zmq
 
 from deepserve import messages
 from deepserve.control import Doorman, notice_dead_links, secure_server
-from deepserve.engine.request import Limits, SamplingParams, SequenceOutput
-from deepserve.messages import ExpertBalance, Goodbye, Heartbeat, Leaving, Outputs, Register
+from deepserve.engine.request import Limits, SamplingParams
+from deepserve.messages import ExpertBalance, Goodbye, Heartbeat, Leaving, Outputs, Place, Register, Relay
+from deepserve.server.dispatch import DECODING, Dispatcher, HandOffOptions
 from deepserve.server.registry import Engine, other_version, refusal_of
-from deepserve.server.router import Router
 from deepserve.server.stats import EngineStats
 from deepserve.server.stream import EngineRequest, OutputStream
 
@@ -33,7 +34,6 @@ CHECK_S = 0.5  # or less, so that the smaller limit is
 CHECKS_PER_LIMIT = 10  # long
 PROBE_CHECKS = 5  # without a word before an engine's connection is tried
 MESSAGES_PER_TURN = 64
-SERVING_ROLES = ("unified",)
 
 
 class NoEngine(RuntimeError):
@@ -44,12 +44,17 @@ class EngineClient:
     """Made inside a running event loop; `close` it there."""
 
     def __init__(
-        self, *, bind: str = "tcp://127.0.0.1:*", silence_limit_s: float = 10.0, quiet_limit_s: float | None = None, secret: str = ""
+        self,
+        *,
+        bind: str = "tcp://127.0.0.1:*",
+        silence_limit_s: float = 10.0,
+        quiet_limit_s: float | None = None,
+        secret: str = "",
+        hand_off: HandOffOptions | None = None,
     ):
         """secret: shared with the ranks, for addresses that other machines reach. Raises OSError when `bind` is taken."""
         self.engines: dict[bytes, Engine] = {}
         self.stats: dict[str, EngineStats] = {}  # by engine label; outlive the engine
-        self.draining = False
         self._silence_limit_s = silence_limit_s
         limits_s = [silence_limit_s] if quiet_limit_s is None else [silence_limit_s, quiet_limit_s]
         self._check_s = min(CHECK_S, min(limits_s) / CHECKS_PER_LIMIT)
@@ -58,7 +63,7 @@ class EngineClient:
         self._quiet: set[str] = set()  # instances with a rank that has not spoken for a while
         self._labels: dict[tuple[str, int], str] = {}
         self._lost: dict[bytes, Engine] = {}  # dropped for silence; they may only have been suspended
-        self._router = Router()
+        self._dispatcher = Dispatcher(self._send_or_remove, self._serving, hand_off or HandOffOptions())
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(messages.FromEngine)
         self._id_prefix = secrets.token_hex(4)  # several frontends share an engine
@@ -77,6 +82,9 @@ class EngineClient:
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
+            if self._doorman is not None:
+                self._doorman.close()
+            self._context.destroy(linger=0)
             raise OSError(f"cannot listen for engines on {bind}: {error}") from error
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         self._fd = self._socket.getsockopt(zmq.FD)
@@ -102,7 +110,7 @@ class EngineClient:
 
     @property
     def can_serve(self) -> bool:
-        return not self.draining and any(True for _ in self._serving())
+        return not self._dispatcher.draining and any(engine.register.role in DECODING for engine in self._serving())
 
     @property
     def fingerprint(self) -> str:
@@ -120,18 +128,17 @@ class EngineClient:
         return stream
 
     def stream(self) -> OutputStream:
-        return OutputStream(self._abort)
+        return OutputStream(self._dispatcher.abort)
 
     def submit_to(self, stream: OutputStream, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> str:
         """Like `submit`, and gives the id that the outputs will carry."""
         request_id = f"{self._id_prefix}-{self._num_submitted}"
         self._num_submitted += 1
         message = messages.Submit(request_id, prompt_token_ids, params, cache_salt, time.time())
-        engine = self._place(message)
-        if engine is None:
+        request = EngineRequest(message=message, stream=stream, start_s=time.perf_counter())
+        if not self._dispatcher.place(request):
             raise NoEngine("no engine can take requests now")
-        request = EngineRequest(message=message, engine=engine, stream=stream, start_s=time.perf_counter())
-        engine.requests[request_id] = stream.requests[request_id] = request
+        stream.requests[request_id] = request
         return request_id
 
     def abort(self, stream: OutputStream):
@@ -144,14 +151,15 @@ class EngineClient:
 
     def fail_all(self, reason: str):
         """End every request with an error output and forget all engines."""
-        was_draining, self.draining = self.draining, True  # nothing is sent elsewhere
+        dispatcher = self._dispatcher
+        was_draining, dispatcher.draining = dispatcher.draining, True
         for engine in list(self.engines.values()):
             self._remove(engine, reason)
-        self.draining = was_draining
+        dispatcher.draining = was_draining
 
     def drain(self):
         """Tell every engine to finish what it has and end."""
-        self.draining = True
+        self._dispatcher.draining = True
         self._broadcast(messages.Drain())
 
     def stop(self):
@@ -177,21 +185,12 @@ class EngineClient:
 
     # -- wire --
 
-    def _serving(self):
-        return (
-            engine
-            for engine in self.engines.values()
-            if engine.register.role in SERVING_ROLES and not engine.leaving and engine.instance not in self._quiet
-        )
+    def _serving(self) -> Iterator[Engine]:
+        return (engine for engine in self.engines.values() if not engine.leaving and engine.instance not in self._quiet)
 
-    def _place(self, message: messages.Submit, *, except_instance: str | None = None) -> Engine | None:
-        """Send a request to the engine that suits it best; None: nobody can take it."""
-        while True:
-            candidates = (engine for engine in self._serving() if engine.instance != except_instance)
-            engine = self._router.pick(candidates, message.prompt_token_ids, message.cache_salt)
-            # An engine that proves to be gone is removed; the next one is asked.
-            if engine is None or self._send_or_remove(engine, message):
-                return engine
+    def _engine_at(self, place: Place | None) -> Engine | None:
+        key = None if place is None else (place.instance, place.dp_rank)
+        return next((engine for engine in self.engines.values() if engine.place == key), None)
 
     def _send(self, identity: bytes, message: messages.ToEngine) -> bool:
         """False when nobody is at the other end any more."""
@@ -205,7 +204,7 @@ class EngineClient:
         return True
 
     def _send_or_remove(self, engine: Engine, message: messages.ToEngine) -> bool:
-        if self._send(engine.identity, message):
+        if engine.identity in self.engines and self._send(engine.identity, message):
             return True
         self._remove(engine, f"{engine.name} cannot be reached")
         return False
@@ -213,14 +212,6 @@ class EngineClient:
     def _broadcast(self, message: messages.ToEngine):
         for engine in list(self.engines.values()):
             self._send_or_remove(engine, message)
-
-    def _abort(self, requests: list[EngineRequest]):
-        by_engine: dict[Engine, list[str]] = {}
-        for request in requests:
-            by_engine.setdefault(request.engine, []).append(request.request_id)
-        for engine, request_ids in by_engine.items():
-            if engine.identity in self.engines:
-                self._send_or_remove(engine, messages.Abort(request_ids))
 
     def _read(self):
         """Read until nothing is left; give the other callbacks of the loop a turn in between."""
@@ -256,12 +247,14 @@ class EngineClient:
             requests = engine.requests
             for output in message.outputs:
                 request = requests.get(output.request_id)
-                if request is not None:
+                if request is not None and self._dispatcher.begun(request):
                     request.receive(output, now_s)
         elif type(message) is Heartbeat:
             engine.load = message.load
         elif type(message) is ExpertBalance:
             engine.balance = message
+        elif type(message) is Relay:
+            self._dispatcher.relay(engine, message, self._engine_at(message.peer))
         elif type(message) is Leaving:
             engine.leaving = True
             log.info("%s is leaving; %d requests are left there", engine.name, len(engine.requests))
@@ -336,8 +329,8 @@ class EngineClient:
             self._quiet = quiet
             self._notify()
         for engine in list(self.engines.values()):
-            if engine.instance in quiet and (request_ids := self._retry(engine)):
-                self._send(engine.identity, messages.Abort(request_ids))
+            if engine.instance in quiet:
+                self._dispatcher.move(engine, f"{engine.name} is quiet")
 
     def _lose(self, engine: Engine):
         """For silence; it may only be suspended. Where instances may be cut off, its peers cannot go on without it either."""
@@ -346,44 +339,16 @@ class EngineClient:
         if self._quiet_limit_s is not None:
             stuck = [peer for peer in self.engines.values() if peer.instance == engine.instance]
         for peer in stuck:
-            # What it still runs has no reader any more; the message waits in the socket should it only be suspended.
-            if peer.requests:
-                self._send(peer.identity, messages.Abort(list(peer.requests)))
-            if peer is not engine:
-                self._fail(peer, reason)
-        self._remove(engine, reason)
-        self._lost[engine.identity] = engine
+            # It is told as well: the message waits in the socket should it only be suspended.
+            self._dispatcher.lost(peer, reason)
+        if self.engines.pop(engine.identity, None) is not None:
+            self._lost[engine.identity] = engine
+            self._notify()
 
     def _remove(self, engine: Engine, reason: str):
-        if self.engines.pop(engine.identity, None) is None:
-            return
-        self._fail(engine, reason)
-        self._notify()
-
-    def _fail(self, engine: Engine, reason: str):
-        """Send elsewhere what has not begun, end the rest with an error."""
-        num_retried = len(self._retry(engine))
-        num_failed = len(engine.requests)
-        (log.error if num_failed else log.info)("%s; %d of its requests fail, %d are sent elsewhere", reason, num_failed, num_retried)
-        now_s = time.perf_counter()
-        for request in list(engine.requests.values()):
-            for index in list(request.open):
-                request.receive(SequenceOutput(request.request_id, index, [], finish_reason="error", error=reason), now_s)
-
-    def _retry(self, engine: Engine) -> list[str]:
-        """Send requests of which nothing has come back to another instance, unless that was done before; their ids."""
-        moved = []
-        for request in list(engine.requests.values()):
-            if self.draining or request.prefilled or request.retried:
-                continue
-            target = self._place(request.message, except_instance=engine.instance)
-            if target is None:
-                break
-            del engine.requests[request.request_id]
-            request.retry_at(target)
-            target.requests[request.request_id] = request
-            moved.append(request.request_id)
-        return moved
+        if self.engines.pop(engine.identity, None) is not None:
+            self._dispatcher.lost(engine, reason)
+            self._notify()
 
     def _notify(self):
         self._changed.set()

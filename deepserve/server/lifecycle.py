@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Collection
 from typing import Protocol
 
 import uvicorn
@@ -38,8 +39,8 @@ class Spawn(Protocol):
 
     def start(self, frontend_address: str) -> None: ...
 
-    def poll(self) -> "Death | None":
-        """The process whose end ended the others, None while all live."""
+    def poll(self, serving: Collection[int]) -> "Death | None":
+        """The process whose end ended the others, None while there are others. serving: processes that have registered."""
 
     def stop(self, grace_s: float) -> None: ...
 
@@ -71,6 +72,7 @@ class Frontend:
             silence_limit_s=self.options.engine_silence_limit_s,
             quiet_limit_s=self.options.engine_quiet_limit_s,
             secret=self.options.secret,
+            hand_off=self.options.hand_off,
         )
         try:
             self.state = ServerState(self.options, self.client)
@@ -110,7 +112,7 @@ class Frontend:
                 await asyncio.to_thread(self._spawn.start, self.client.address)
             said_ready = False
             while True:
-                death = None if self._spawn is None else self._spawn.poll()
+                death = None if self._spawn is None else self._spawn.poll({e.register.pid for e in self.client.engines.values()})
                 if death is not None:
                     self._finish(death.code if 0 < death.code < 256 else 1, f"{death} and was not told to; the server stopped")
                     return

@@ -19,17 +19,22 @@ class Engine:
         self.balance: ExpertBalance | None = None  # of its instance, where it is rank 0
         self.silent_s = 0.0
         self.leaving = False  # it finishes what it has
-        self.requests: dict[str, EngineRequest] = {}
+        self.requests: dict[str, EngineRequest] = {}  # that it answers
+        self.prefills: dict[str, EngineRequest] = {}  # whose prompts it computes for decode ranks that answer them
+
+    def has(self, request: EngineRequest) -> bool:
+        return request.request_id in self.requests or request.request_id in self.prefills
 
     @property
     def num_sequences(self) -> int:
         # Our own count is exact but knows only this frontend; the report knows all frontends but is up to a heartbeat old.
-        ours = sum(len(request.open) for request in self.requests.values())
+        ours = sum(len(request.open) for request in self.requests.values()) + len(self.prefills)
         return max(ours, self.load.num_running + self.load.num_waiting)
 
     @property
     def num_queued_tokens(self) -> int:
-        return sum(request.num_prompt for request in self.requests.values() if not request.prefilled)
+        ours = sum(request.num_prompt for request in self.requests.values() if not request.prefilled and request.hand_off is None)
+        return ours + sum(request.num_prompt for request in self.prefills.values() if not request.hand_off.handed)
 
     @property
     def num_cache_tokens(self) -> int:
@@ -42,6 +47,11 @@ class Engine:
     @property
     def instance(self) -> str:
         return self.register.instance
+
+    @property
+    def lost_with_it(self) -> str:
+        """The instance, if all of it is lost with this rank; else empty."""
+        return "" if self.register.outlived else self.instance
 
     @property
     def place(self) -> tuple[str, int]:

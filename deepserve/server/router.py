@@ -7,7 +7,7 @@ with clearly more sequences than the least busy one is left out whatever it has 
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 # Prefixes are remembered in runs of this many tokens: coarser than pages, since a guess is enough and 128 hashes cover 32k tokens.
@@ -33,53 +33,66 @@ class Candidate(Protocol):
 C = TypeVar("C", bound=Candidate)
 
 
+class Prompt(NamedTuple):
+    """A prompt as the router sees it; made once for a request, looked at whenever it may go somewhere."""
+
+    num_tokens: int
+    runs: tuple[int, ...]  # a hash for every whole run, which also stands for all before it
+
+    @classmethod
+    def of(cls, token_ids: list[int], cache_salt: str = "") -> "Prompt":
+        return cls(len(token_ids), tuple(_runs(token_ids, cache_salt)))
+
+
 class Router:
-    """Remembers which prefixes it sent where; the ranks' own caches may have dropped them since, which costs time and nothing else."""
+    """Remembers which prefixes were sent where; the ranks' own caches may have dropped them since, which costs time and nothing else."""
 
     def __init__(self):
         self._turn = 0
         self._prefixes: WeakKeyDictionary[Candidate, OrderedDict[int, None]] = WeakKeyDictionary()
 
-    def pick(self, candidates: Iterable[C], prompt: list[int], cache_salt: str = "") -> C | None:
-        """None when there is nobody to pick."""
+    def pick(self, candidates: Iterable[C], prompt: Prompt, *, level: bool = True) -> C | None:
+        """None when there is nobody to pick. level: whether ranks must stay so, as where they decode in lockstep."""
         ranks = list(candidates)
         if len(ranks) <= 1:
             return ranks[0] if ranks else None
-        least = min(rank.num_sequences for rank in ranks)
-        level = [rank for rank in ranks if rank.num_sequences <= least + max(SLACK_SEQUENCES, SLACK_SHARE * least)]
-        runs = list(_runs(prompt, cache_salt))
-        costs = [self._cost(rank, len(prompt), runs) for rank in level]
+        if level:
+            least = min(rank.num_sequences for rank in ranks)
+            ranks = [rank for rank in ranks if rank.num_sequences <= least + max(SLACK_SEQUENCES, SLACK_SHARE * least)]
+        costs = [self._cost(rank, prompt) for rank in ranks]
         best = min(costs)
         # The turn counts picks, not positions, so a rank that joins or leaves does not favour anyone.
-        equals = [rank for rank, cost in zip(level, costs, strict=True) if cost == best]
+        equals = [rank for rank, cost in zip(ranks, costs, strict=True) if cost == best]
         self._turn += 1
-        chosen = equals[self._turn % len(equals)]
-        self._remember(chosen, runs)
-        return chosen
+        return equals[self._turn % len(equals)]
 
-    def _cost(self, rank: Candidate, num_prompt: int, runs: list[int]) -> int:
+    def num_fresh(self, rank: Candidate, prompt: Prompt) -> int:
+        """Tokens of the prompt that the rank has not seen, as far as is known here."""
         known = self._prefixes.get(rank, ())
         num_cached = 0
-        for run in runs:
+        for run in prompt.runs:
             if run not in known:
                 break
             num_cached += RUN_TOKENS
-        fresh = num_prompt - num_cached
-        cost = rank.num_queued_tokens + SEQUENCE_TOKENS * rank.num_sequences + fresh
-        return cost + (FULL_TOKENS if rank.num_free_tokens < fresh else 0)
+        return prompt.num_tokens - num_cached
 
-    def _remember(self, rank: Candidate, runs: list[int]) -> None:
+    def remember(self, rank: Candidate, prompt: Prompt) -> None:
+        """The prompt goes there."""
         known = self._prefixes.setdefault(rank, OrderedDict())
-        for run in reversed(runs):  # the head of a prefix is the last to be forgotten
+        for run in reversed(prompt.runs):  # the head of a prefix is the last to be forgotten
             known[run] = None
             known.move_to_end(run)
         while len(known) * RUN_TOKENS > rank.num_cache_tokens:
             known.popitem(last=False)
 
+    def _cost(self, rank: Candidate, prompt: Prompt) -> int:
+        fresh = self.num_fresh(rank, prompt)
+        cost = rank.num_queued_tokens + SEQUENCE_TOKENS * rank.num_sequences + fresh
+        return cost + (FULL_TOKENS if rank.num_free_tokens < fresh else 0)
 
-def _runs(prompt: list[int], cache_salt: str) -> Iterator[int]:
-    """A hash for every whole run of the prompt that also stands for all before it."""
+
+def _runs(token_ids: list[int], cache_salt: str) -> Iterator[int]:
     parent = hash(cache_salt)
-    for low in range(0, len(prompt) // RUN_TOKENS * RUN_TOKENS, RUN_TOKENS):
-        parent = hash((parent, array("i", prompt[low : low + RUN_TOKENS]).tobytes()))
+    for low in range(0, len(token_ids) // RUN_TOKENS * RUN_TOKENS, RUN_TOKENS):
+        parent = hash((parent, array("i", token_ids[low : low + RUN_TOKENS]).tobytes()))
         yield parent

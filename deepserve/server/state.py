@@ -10,6 +10,7 @@ import msgspec
 from deepserve.control import check_secret
 from deepserve.engine.request import SamplingParams
 from deepserve.server.client import EngineClient
+from deepserve.server.dispatch import HandOffOptions
 from deepserve.text.chat import ChatTemplate
 from deepserve.text.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""  # shared with the engines; needed where other machines reach the address
     engine_silence_limit_s: float = 10.0  # then a rank's requests fail
     engine_quiet_limit_s: float | None = None  # then its instance gets no new ones; None: where its death is seen otherwise
+    hand_off: HandOffOptions = HandOffOptions()
     max_body_bytes: int = 16 << 20
     body_timeout_s: float = 60.0  # a client that sends slower is refused: until then it is in flight, and a drain waits for it
     max_concurrent_requests: int = 4096

@@ -5,22 +5,26 @@ from collections.abc import Callable
 
 from deepserve.engine.request import SequenceOutput
 from deepserve.messages import Submit
+from deepserve.server.router import Prompt
 from deepserve.server.stats import EngineStats
 
 
 class EngineRequest:
-    """One request as sent to one engine. `open` holds the sequences that are not finished yet."""
+    """One request as the engine that answers it has it. `open` holds the sequences that are not finished yet."""
 
     __slots__ = (
-        "engine", "last_s", "message", "num_generated", "num_prompt", "open", "prefilled", "request_id", "retried", "start_s", "stats",
-        "stream",
+        "engine", "hand_off", "last_s", "message", "num_generated", "num_prompt", "open", "prefilled", "prompt", "request_id", "retried",
+        "start_s", "stats", "stream",
     )  # fmt: skip
 
-    def __init__(self, *, message: Submit, engine, stream: "OutputStream", start_s: float):
+    def __init__(self, *, message: Submit, stream: "OutputStream", start_s: float):
+        """`engine`, `stats` and `hand_off` are the dispatcher's to set."""
         self.message = message
         self.request_id = message.request_id
-        self.engine = engine
-        self.stats: EngineStats = engine.stats
+        self.prompt = Prompt.of(message.prompt_token_ids, message.cache_salt)
+        self.engine = None
+        self.stats: EngineStats | None = None
+        self.hand_off = None
         self.stream = stream
         self.num_prompt = len(message.prompt_token_ids)
         self.prefilled = False  # something came back, so the prompt has been computed
@@ -31,9 +35,10 @@ class EngineRequest:
         self.start_s = start_s
         self.last_s: list[float | None] = [None] * n  # when the latest token of each sequence came
 
-    def retry_at(self, engine):
-        """Another engine runs it from the start, under the same id."""
-        self.engine, self.stats, self.retried = engine, engine.stats, True
+    def fail(self, reason: str, now_s: float):
+        """End what is open with an error."""
+        for index in list(self.open):
+            self.receive(SequenceOutput(self.request_id, index, [], finish_reason="error", error=reason), now_s)
 
     def receive(self, output: SequenceOutput, now_s: float):
         index = output.index
