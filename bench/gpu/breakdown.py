@@ -15,6 +15,7 @@ import torch
 
 from deepserve.engine.engine import Engine
 from hw.api import Ops
+from moe.turns import Turns
 
 STAGES = ("attention", "experts", "dense", "head", "sampling", "other")
 SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than the host takes to launch a layer
@@ -65,20 +66,34 @@ class _Recorder:
 
         return call
 
-    def span(self, stage: str, original: Callable) -> Callable:
+    @contextmanager
+    def _span(self, stage: str) -> Iterator[None]:
         """`stage` "layer": what its parts leave over is "other"."""
+        if stage in ("layer", "head", "sampling"):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, self.stage = self.stage, "other" if stage == "layer" else stage
+        start.record()
+        yield
+        end.record()
+        self.stage = before
+        self.spans.append((stage, start, end))
+
+    def span(self, stage: str, original: Callable) -> Callable:
+        """`original`, as a stage."""
 
         def call(*args, **kwargs):
-            if stage in ("layer", "head", "sampling"):
-                torch.cuda._sleep(SLEEP_CYCLES)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before, self.stage = self.stage, "other" if stage == "layer" else stage
-            start.record()
-            result = original(*args, **kwargs)
-            end.record()
-            self.stage = before
-            self.spans.append((stage, start, end))
-            return result
+            with self._span(stage):
+                return original(*args, **kwargs)
+
+        return call
+
+    def turns(self, stage: str, original: Callable[..., Turns]) -> Callable[..., Turns]:
+        """The same of a generator."""
+
+        def call(*args, **kwargs):
+            with self._span(stage):
+                return (yield from original(*args, **kwargs))
 
         return call
 
@@ -124,10 +139,12 @@ def _recording(engine: Engine) -> Iterator[_Recorder]:
     for name in ("dispatch", "combine"):
         wrap(backend.expert_comm, name, lambda original, name=name: recorder.op(name, original))
     for layer in model.layers:
-        parts = [(layer.attention, "attention"), (layer.dense, "dense"), (layer.moe, "experts"), (layer, "layer")]
-        for part, stage in parts:
-            if part is not None:
-                wrap(part, "forward", lambda original, stage=stage: recorder.span(stage, original))
+        wrap(layer, "turns", lambda original: recorder.turns("layer", original))
+        wrap(layer.attention, "forward", lambda original: recorder.span("attention", original))
+        if layer.moe is not None:
+            wrap(layer.moe, "turns", lambda original: recorder.turns("experts", original))
+        else:
+            wrap(layer.dense, "forward", lambda original: recorder.span("dense", original))
     wrap(model, "logits", lambda original: recorder.span("head", original))
     wrap(engine.runner.sampler, "draw", lambda original: recorder.span("sampling", original))
     try:

@@ -78,6 +78,7 @@ def make_engine(folder: Path, groups: Groups, args: argparse.Namespace) -> Engin
         "model": str(folder), "device": args.device, "load_format": "dummy", "max_model_len": max_model_len, "max_num_seqs": most,
         "max_num_batched_tokens": max(2048, 64 * most), "max_dispatch_tokens_per_rank": most * width,
         "num_pages": most * max_model_len // 64,
+        "enable_dbo": args.enable_dbo, "dbo_decode_token_threshold": 1,
         "data_parallel_size": args.dp, "speculative_config": SpeculativeConfig(num_speculative_tokens=args.mtp, adaptive=False),
     }  # fmt: skip
     if args.device == "cpu":  # a rehearsal
@@ -199,8 +200,8 @@ def run(groups: Groups, args: argparse.Namespace) -> None:
     if prints:
         print_inside(rows, args.layers)
     if prints and args.json:
-        result = {"card": card, "dp": args.dp, "mtp": args.mtp, "torch": torch.__version__, "start_s": start_s, "rows": rows}
-        Path(args.json).write_text(json.dumps(result, indent=1))
+        facts = {"card": card, "torch": torch.__version__, "dp": args.dp, "mtp": args.mtp, "dbo": args.enable_dbo}
+        Path(args.json).write_text(json.dumps({**facts, "start_s": start_s, "rows": rows}, indent=1))
 
 
 def main() -> None:
@@ -211,6 +212,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--experts", type=int, default=8, help="routed experts for each GPU; 32 with --dp 8: all that the model has")
+    parser.add_argument("--enable-dbo", action="store_true", help="every step as two micro-batches; needs several ranks")
     parser.add_argument("--mtp", type=int, default=0, help="drafts a step")
     parser.add_argument("--acceptance", type=float, default=0.8, help="share of drafts that are made to stand")
     parser.add_argument("--device", default="cuda", help="cpu only rehearses, with narrow layers")

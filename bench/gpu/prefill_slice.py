@@ -31,7 +31,7 @@ def make_engine(groups: Groups, args: argparse.Namespace) -> Engine:
     options = {
         "device": args.device, "load_format": "dummy", "max_model_len": args.length + 64, "max_num_seqs": args.prompts,
         "max_num_batched_tokens": args.batch, "num_pages": num_pages, "graphs": False, "data_parallel_size": args.dp,
-        "tensor_parallel_size": args.tp,
+        "tensor_parallel_size": args.tp, "enable_dbo": args.enable_dbo,
     }  # fmt: skip
     if args.device == "cpu":  # a rehearsal
         options |= {"weight_format": "fp8", "dtype": "float32"}
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16384, help="most tokens of a step")
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--experts", type=int, default=8, help="routed experts for each GPU")
+    parser.add_argument("--enable-dbo", action="store_true", help="every step as two micro-batches; needs several ranks")
     parser.add_argument("--device", default="cuda", help="cpu only rehearses, with narrow layers")
     parser.add_argument("--json")
     args = parser.parse_args()

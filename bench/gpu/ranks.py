@@ -28,7 +28,7 @@ class Stepper:
         parallel, rank = engine.config.parallel, engine.groups.rank
         self._dp_rank, self._leads = parallel.place(rank).dp, engine.groups.is_leader
         cap = engine.config.args.max_dispatch_tokens_per_rank
-        self._lockstep = Lockstep(engine.groups, zmq.Context.instance(), cap, captured=engine.captures)
+        self._lockstep = Lockstep(engine.groups, zmq.Context.instance(), cap, captured=engine.captures, overlap=engine.overlap)
         self.plan_s = 0.0  # of the latest step
         self.outputs: list[SequenceOutput] = []  # that the latest step brought
 
