@@ -7,6 +7,7 @@ has 0.025 and 0.34: rounding, and now and then another expert.)
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ import pytest
 
 from deepserve.config import SpeculativeConfig
 from deepserve.engine.engine import Engine, resolve
+from deepserve.engine.lockstep import expert_step
+from hw.api import ExpertMode
 from hw.testing import available_backends, no_waiting
 from tests.deepserve.engine.driving import MINIMAL, Driver, Request, golden_cases, make_engine, run_alone, run_together
 from tests.deepserve.engine.test_engine import check_case, golden_requests
@@ -36,6 +39,18 @@ PROMPTS = json.loads(DATA.read_text())
 def test_golden_values_in_fp32(device: str, args: dict):
     stories = run_together(make_engine(device=device, **args), golden_requests())
     for case, story in zip(golden_cases(), stories, strict=True):
+        check_case(case, story)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_golden_values_of_overlapped_steps(device: str, graphs: bool, monkeypatch: pytest.MonkeyPatch):
+    """Rows of one rank do not travel, but they take the same way through the streams of a device."""
+    every = dict.fromkeys(ExpertMode, 1)
+    monkeypatch.setattr(Engine, "overlap", property(lambda engine: every))
+    monkeypatch.setattr("deepserve.engine.engine.expert_step", partial(expert_step, overlap=every))
+    engine = make_engine(device=device, graphs=graphs, max_num_batched_tokens=150, max_dispatch_tokens_per_rank=40, max_num_seqs=40)
+    for case, story in zip(golden_cases(), run_together(engine, golden_requests()), strict=True):
         check_case(case, story)
 
 
