@@ -8,7 +8,8 @@ from hw.api import Backend, ExpertComm, Ops, Unsupported
 from hw.cpu.ep_comm import GlooExpertComm
 from hw.cpu.expert_comm import LocalExpertComm
 from hw.cpu.invariant import InvariantOps
-from hw.cpu.native import NoKernels, open_kernels
+from hw.cpu.native import Kernels, NoKernels, open_kernels
+from hw.cpu.native_experts import NativeExpertComm
 from hw.cpu.native_ops import NativeInvariantOps, NativeOps
 from hw.cpu.ops import CpuOps
 from hw.cpu.runtime import CpuRuntime
@@ -34,24 +35,33 @@ def open_cpu(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    if groups.ep.size == 1 and groups.rendezvous is None:  # and never more
-        comm: ExpertComm = LocalExpertComm(max_dispatch_tokens_per_rank)
-    else:
+    kernels = _open_kernels(kernel_cache_dir, cpu_kernels)
+    comm: ExpertComm
+    if groups.ep.size > 1 or groups.rendezvous is not None:  # or may become more
         comm = GlooExpertComm(groups.ep, max_dispatch_tokens_per_rank)
+    elif kernels is not None:
+        comm = NativeExpertComm(max_dispatch_tokens_per_rank, kernels)
+    else:
+        comm = LocalExpertComm(max_dispatch_tokens_per_rank)
     # Of a few cores and gloo on one machine, roughly.
     moves = ExpertMoves(groups.ep, node_bytes_per_s=1e9, network_bytes_per_s=1e9, expert_flops_per_s=20e9)
-    ops = _open_ops(batch_invariant, kernel_cache_dir, cpu_kernels)
+    ops: Ops
+    if kernels is None:
+        ops = InvariantOps() if batch_invariant else CpuOps()
+    else:
+        ops = NativeInvariantOps(kernels) if batch_invariant else NativeOps(kernels)
     return Backend(name="cpu", ops=ops, runtime=CpuRuntime(), expert_comm=comm, tp=groups.tp, moves=moves)
 
 
-def _open_ops(batch_invariant: bool, kernel_cache_dir: str | None, cpu_kernels: str) -> Ops:
-    if cpu_kernels != "torch":
-        try:
-            kernels = open_kernels(kernel_cache_dir)
-            logger.info("CPU kernels: native, for %s, %s", kernels.target, kernels.path)
-            return NativeInvariantOps(kernels) if batch_invariant else NativeOps(kernels)
-        except NoKernels as error:
-            if cpu_kernels == "native":
-                raise Unsupported(f"cpu: there are no native kernels: {error}") from None
-            logger.warning("CPU kernels: torch, since the native ones are not to be had: %s", error)
-    return InvariantOps() if batch_invariant else CpuOps()
+def _open_kernels(kernel_cache_dir: str | None, cpu_kernels: str) -> Kernels | None:
+    if cpu_kernels == "torch":
+        return None
+    try:
+        kernels = open_kernels(kernel_cache_dir)
+    except NoKernels as error:
+        if cpu_kernels == "native":
+            raise Unsupported(f"cpu: there are no native kernels: {error}") from None
+        logger.warning("CPU kernels: torch, since the native ones are not to be had: %s", error)
+        return None
+    logger.info("CPU kernels: native, for %s, %s", kernels.target, kernels.path)
+    return kernels

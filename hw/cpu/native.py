@@ -30,6 +30,16 @@ _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 # Arguments of each kernel: pointer, int64, float.
 _SIGNATURES = {
     "product": "ipipipiippiiiiiiii",
+    "gate_topk": "ppiiiiiiiifpippppi",
+    "silu_mul": "ipppiiii",
+    "to_experts": "pipiiiipppi",
+    "from_experts": "ipppppiiii",
+    "mla_decode": "ipppipiiiiiifppi",
+    "mla_prefill": "ipiipiipiippiiiifippi",
+    "add_rms_norm": "ipppfiippi",
+    "rope": "ipiippiiipiii",
+    "latent_write": "ipipipiifppppppi",
+    "argmax": "piipi",
 }
 
 

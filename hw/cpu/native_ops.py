@@ -2,18 +2,20 @@
 
 from hw.cpu.invariant import InvariantOps
 from hw.cpu.native import Kernels
-from hw.cpu.native_products import NativeProducts
+from hw.cpu.native_attention import NativeAttention
+from hw.cpu.native_elementwise import NativeElementwise
+from hw.cpu.native_experts import NativeExperts
 from hw.cpu.ops import CpuOps
 
 
-class NativeOps(NativeProducts, CpuOps):
+class NativeOps(NativeAttention, NativeExperts, NativeElementwise, CpuOps):
     """See `hw.api.Ops`."""
 
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
 
 
-class NativeInvariantOps(NativeProducts, InvariantOps):
+class NativeInvariantOps(NativeAttention, NativeExperts, NativeElementwise, InvariantOps):
     """See `hw.api.Ops`. The kernels sum in an order that no batch changes, so they serve this mode as well."""
 
     def __init__(self, kernels: Kernels):

@@ -51,20 +51,18 @@ class NativeProducts:
     def grouped_linear_masked(self, x: Rows, weight, counts, expected=None):
         if not takes(x, weight):
             return super().grouped_linear_masked(x, weight, counts, expected)
-        num_experts, capacity, inner = x.shape
-        out = torch.empty(num_experts, capacity, weight.shape[1], dtype=x.dtype)
-        starts = torch.arange(0, num_experts * capacity, capacity) if capacity else counts.long()
-        self._product(x.view(-1, inner), weight, out.view(-1, out.shape[2]), starts=starts, counts=counts.int())
+        out = torch.empty(*x.shape[:2], weight.shape[1], dtype=x.dtype)
+        self._product(x, weight, out, counts=counts.int(), x_step=x.stride(0), out_step=out.stride(0))
         return out
 
-    def _product(self, x, weight, out, *, rows: int = 0, starts=None, counts=None) -> None:
-        """One weight `[N, K]` for `rows` rows, or `[E, N, K]` for `counts` rows from `starts` on."""
-        grouped = starts is not None
+    def _product(self, x, weight, out, *, rows: int = 0, starts=None, counts=None, x_step: int = 0, out_step: int = 0) -> None:
+        """One weight `[N, K]` for `rows` rows, or `[E, N, K]` for counts[e] rows from starts[e] on, or from e * step."""
+        grouped = weight.ndim == 3
         num_groups, w_step = (weight.shape[0], weight.stride(0)) if grouped else (1, 0)
         self.kernels.product(
-            x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(-2), out.data_ptr(), out.stride(0),
-            num_groups, starts.data_ptr() if grouped else None, counts.data_ptr() if grouped else None, rows, 0, w_step, 0,
-            weight.shape[-2], weight.shape[-1], False, torch.get_num_threads(),
+            x.dtype is torch.bfloat16, x.data_ptr(), x.stride(-2), weight.data_ptr(), weight.stride(-2), out.data_ptr(), out.stride(-2),
+            num_groups, None if starts is None else starts.data_ptr(), None if counts is None else counts.data_ptr(), rows, x_step, w_step,
+            out_step, weight.shape[-2], weight.shape[-1], False, torch.get_num_threads(),
         )  # fmt: skip
 
     def _heads(self, x, weight, out, *, by_inner: bool) -> None:

@@ -8,7 +8,7 @@ from hw.cpu.native import NoKernels, open_kernels
 from hw.rules import Facts, ModelShapes, Provider
 
 # Ops that the kernels serve, if all arguments are dense, fp32 or bf16.
-NATIVE = "linear, grouped_linear, grouped_linear_masked, absorb_query, unabsorb"
+NATIVE = "linear, grouped_linear, grouped_linear_masked, absorb_query, unabsorb, gate_topk, silu_mul"
 
 
 def compute_dtype(checkpoint_dtype: str) -> str:

@@ -138,10 +138,12 @@ void spread_columns(
 
 struct Groups {
   int64_t count;
-  const int64_t* starts;  // first row of each group in x and out; null: every group has `rows` rows, offset by the steps below
-  const int32_t* counts;
+  const int64_t* starts;  // first row of each group in x and out; null: the steps say where it is
+  const int32_t* counts;  // rows of each group; null: `rows`
   int64_t rows;
-  int64_t x_step, w_step, out_step;  // elements from one group to the next; those of x and out count without `starts` only
+  int64_t x_step, w_step, out_step;  // elements from one group to the next
+
+  int64_t num_rows(int64_t g) const { return counts ? counts[g] : rows; }
 };
 
 // Each group's rows times its weight. Threads take runs of columns, so that every weight is read by one of them only.
@@ -150,7 +152,7 @@ void each_group(
     const T* x, int64_t x_row, const T* w, T* out, int64_t out_row, const Groups& groups, int64_t outer, int align, int64_t threads,
     Columns&& columns) {
   int64_t busy = 0;
-  for (int64_t g = 0; g < groups.count; ++g) busy += groups.starts == nullptr || groups.counts[g] > 0;
+  for (int64_t g = 0; g < groups.count; ++g) busy += groups.num_rows(g) > 0;
   if (!busy || !outer) return;
   // A few runs for each thread even out what the machine takes from one of them; shorter ones would only be counted.
   const int64_t wanted = (outer * busy + 4 * threads - 1) / (4 * threads);
@@ -159,11 +161,10 @@ void each_group(
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads)) if (threads > 1)
   for (int64_t task = 0; task < groups.count * runs; ++task) {
     const int64_t g = task / runs, begin = task % runs * run, end = std::min(outer, begin + run);
-    const bool sorted = groups.starts != nullptr;
-    const int64_t rows = sorted ? groups.counts[g] : groups.rows;
+    const int64_t rows = groups.num_rows(g);
     if (!rows) continue;
-    const T* from = x + (sorted ? groups.starts[g] * x_row : g * groups.x_step);
-    T* to = out + (sorted ? groups.starts[g] * out_row : g * groups.out_step);
+    const T* from = x + (groups.starts ? groups.starts[g] * x_row : g * groups.x_step);
+    T* to = out + (groups.starts ? groups.starts[g] * out_row : g * groups.out_step);
     columns(from, w + g * groups.w_step, to, rows, begin, end);
   }
 }
