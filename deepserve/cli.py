@@ -105,7 +105,14 @@ Threads = Annotated[int | None, _option("--num-threads", help="CPU threads of a 
 StepTimeout = Annotated[
     float, _option("--step-timeout-s", "--watchdog-timeout", help="Seconds after which a rank that hangs counts as lost.", panel=_ENGINE)
 ]
-OnRankDeath = Annotated[str, _option("--on-rank-death", help="fail: the instance ends, non-zero, naming the rank.", panel=_ENGINE)]
+OnRankDeath = Annotated[
+    str,
+    _option(
+        "--on-rank-death",
+        help="fail: the instance ends, non-zero, naming the rank. replan: the other ranks go on, and it is started again.",
+        panel=_ENGINE,
+    ),
+]
 MaxNumSeqs = Annotated[int, _option("--max-num-seqs", "--max-running-requests", help="Most sequences in a step.", panel=_CACHE)]
 MaxTokens = Annotated[int, _option("--max-num-batched-tokens", help="Most tokens in a step.", panel=_CACHE)]
 Chunked = Annotated[bool, _option("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Cut long prompts.", panel=_CACHE)]

@@ -75,6 +75,7 @@ class Register(msgspec.Struct, tag="register", array_like=True, frozen=True):
     page_size: int
     num_pages: int
     pid: int
+    outlived: bool = False  # whether the other ranks of the instance go on when this one dies
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):

@@ -25,7 +25,9 @@ class RankPool:
     """Starts the ranks and spreads requests over the DP replicas by their number of unfinished sequences."""
 
     def __init__(self, args: EngineArgs):
-        """Returns when every rank is loaded. Raises RankLost when one ends instead; its own words are on stderr."""
+        """Returns when every rank is loaded. Raises RankLost when one ends instead, its own words are on stderr; ValueError."""
+        if args.on_rank_death != "fail":
+            raise ValueError(f"on_rank_death {args.on_rank_death!r} is for servers: nobody here would send requests of a dead rank again")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._context = zmq.Context()

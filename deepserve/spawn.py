@@ -1,5 +1,6 @@
 """Starts and watches the ranks of one local instance. No torch: the frontend starts while its ranks load theirs."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +22,9 @@ EXIT_PEER_LOST = 4
 # Ranks that notice a death end within moments of each other; the one that died first is looked for this long. What held a GPU takes a
 # second or more to be gone, even if it was killed.
 BLAME_S = 5.0
+# A DP replica that ends so many times in a row, each within `STEADY_S` of its start, is not started again.
+MAX_FAILURES = 3
+STEADY_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -51,43 +57,90 @@ class LocalInstance:
             share = max(1, (os.cpu_count() or 1) // self.num_ranks)
             args = msgspec.structs.replace(args, num_threads=share)
         self.args, self.instance = args, instance
-        self._processes: list[subprocess.Popen] = []
+        self._processes: dict[int, subprocess.Popen] = {}  # by rank
         self._folder: str | None = None
+        self._options: dict = {}
+        self._lives: Counter[int] = Counter()  # of each DP replica
+        self._failures: Counter[int] = Counter()  # of each DP replica, in a row
+        self._started_s: dict[int, float] = {}  # the latest life of each DP replica
 
     def start(self, frontend_address: str) -> None:
         """Start the ranks; they load, then the leaders of TP groups register at the frontend's ZMQ address."""
         self._folder = tempfile.mkdtemp(prefix="deepserve-")
-        options = {
+        self._options = {
             "args": self.args,
             "frontends": [frontend_address],
             "instance": self.instance,
             "rendezvous": f"file:{self._folder}/rendezvous",
         }
-        for rank in range(self.num_ranks):
-            self._processes.append(start_rank({**options, "rank": rank}))
+        for dp in range(self.args.data_parallel_size):
+            self._start_replica(dp)
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        """Of the ranks that there are, in rank order."""
+        return [self._processes[rank].pid for rank in sorted(self._processes)]
 
-    def poll(self) -> RankDeath | None:
+    def _start_replica(self, dp: int) -> None:
+        for rank in self._ranks(dp):
+            self._processes[rank] = start_rank({**self._options, "rank": rank, "life": self._lives[dp]})
+        self._lives[dp] += 1
+        self._started_s[dp] = time.monotonic()
+
+    def _ranks(self, dp: int) -> range:
+        return range(dp * self.args.tensor_parallel_size, (dp + 1) * self.args.tensor_parallel_size)
+
+    def poll(self, serving: Collection[int] = ()) -> RankDeath | None:
         """The rank whose death ended the instance, None while all live. Waits a moment for it to show.
 
+        serving: processes of leaders of TP groups that have registered. Where the instance outlives the loss of ranks, it goes on as long
+        as one of these lives; those that are lost are started again, and this returns at once.
         If all that ended had lost a peer, then the peer is one that still lives: it stood still for the step timeout.
         """
-        if all(process.poll() is None for process in self._processes):
+        if all(process.poll() is None for process in self._processes.values()):
+            return None
+        if self.args.on_rank_death == "replan" and self._replace_dead(serving):
             return None
         deadline = time.monotonic() + BLAME_S
         while True:
-            deaths = [self._death(rank) for rank, process in enumerate(self._processes) if process.poll() is not None]
+            deaths = [self._death(rank) for rank, process in self._processes.items() if process.poll() is not None]
             guilty = [death for death in deaths if death.code != EXIT_PEER_LOST]
             if guilty:
                 return guilty[0]
             if time.monotonic() > deadline:
-                alive = (rank for rank, process in enumerate(self._processes) if process.poll() is None)
+                alive = (rank for rank, process in self._processes.items() if process.poll() is None)
                 stuck = next(alive, None)
                 return deaths[0] if stuck is None else RankDeath(stuck, self._processes[stuck].pid, EXIT_PEER_LOST, ended=False)
             time.sleep(0.01)
+
+    def _replace_dead(self, serving: Collection[int]) -> bool:
+        """Tell the others who is dead and start them again; False if nobody is left to tell. A TP group is lost as a whole."""
+        replicas = [dp for dp in range(self.args.data_parallel_size) if self._ranks(dp)[0] in self._processes]
+        ended = [dp for dp in replicas if any(self._processes[rank].poll() is not None for rank in self._ranks(dp))]
+        if not any(self._processes[self._ranks(dp)[0]].pid in serving for dp in replicas if dp not in ended):
+            return False
+        for dp in ended:
+            deaths = [self._death(rank) for rank in self._ranks(dp) if self._processes[rank].poll() is not None]
+            death = next((death for death in deaths if death.code != EXIT_PEER_LOST), deaths[0])
+            for rank in self._ranks(dp):
+                _end(self._processes.pop(rank))
+            self._tell("lost", *(rank + self.num_ranks * (self._lives[dp] - 1) for rank in self._ranks(dp)))
+            if time.monotonic() - self._started_s[dp] > STEADY_S:
+                self._failures[dp] = 0
+            self._failures[dp] += 1
+            again = self._failures[dp] <= MAX_FAILURES
+            what = "it is started again" if again else f"after {self._failures[dp]} times in a row it stays away"
+            print(f"deepserve: {death}; the instance goes on without it, {what}", file=sys.stderr, flush=True)
+            if again:
+                self._start_replica(dp)
+        return True
+
+    def _tell(self, *words: object) -> None:
+        """A line to every rank that lives; see `deepserve.engine.loop.Lifeline`."""
+        for process in self._processes.values():
+            with contextlib.suppress(OSError):  # it has just ended
+                process.stdin.write(" ".join(map(str, words)).encode() + b"\n")
+                process.stdin.flush()
 
     def _death(self, rank: int) -> RankDeath:
         code = self._processes[rank].returncode
@@ -95,11 +148,11 @@ class LocalInstance:
 
     def stop(self, grace_s: float) -> None:
         """Close the lifelines and reap; what still lives after `grace_s` seconds is killed."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
+        for process in self._processes.values():
+            with contextlib.suppress(OSError):  # what was told to one that has ended
+                process.stdin.close()
         deadline = time.monotonic() + grace_s
-        for process in self._processes:
+        for process in self._processes.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -107,6 +160,13 @@ class LocalInstance:
                 process.wait()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    with contextlib.suppress(OSError):
+        process.stdin.close()
 
 
 def start_rank(options: dict) -> subprocess.Popen:

@@ -57,7 +57,7 @@ class Balancer:
         Counters count from here on.
         """
         self._numbers, self._layers = tuple(layers), list(layers.values())
-        self._config, self._layout, self._costs = config, layout, costs
+        self._config, self._layout, self._costs, self._interval = config, layout, costs, config.step_interval
         self._control, self._data, self._buffer, self._runtime = control, data, buffer, runtime
         self._current = np.array([layer.placement.phy2log for layer in self._layers])
         self._window = LoadWindow(len(layers), layout.num_logical, config.window_size)
@@ -67,6 +67,7 @@ class Balancer:
         self._planner = ThreadPoolExecutor(1, "eplb") if control.rank == 0 else None
         self._profile: LoadProfile | None = None  # of the look whose plan is being made
         self._planned: Future[np.ndarray] | None = None
+        self._regrouped = False  # since the last look
         self.report: tuple[LoadProfile, np.ndarray] | None = None  # on rank 0: loads of the last look, and phy2log from then on
         self._migration: Migration | None = None
         self._wanted = self._current
@@ -75,6 +76,18 @@ class Balancer:
         self._seen = self._fetch()[0]
         self._fetch_steps = 0
         self.num_moved_experts = 0  # that came to this rank from others, since the start
+
+    def regroup(self, layout: Layout, buffer: torch.Tensor) -> None:
+        """Go on with other ranks, whose placements the layers have already. What was planned or was moving is dropped, what was counted
+        stays, and the next turn looks.
+        """
+        self._layout, self._buffer = layout, buffer
+        self._current = self._wanted = np.array([layer.placement.phy2log for layer in self._layers])
+        self._migration = self._adopt_step = self._profile = self._planned = self.report = None
+        self._num_steps, self._regrouped = 0, True
+        self._fetch_steps = 0  # what was asked for may have been before a step that is done again; ranks ask alike from here on
+        if self._control.rank == 0 and self._planner is None:
+            self._planner = ThreadPoolExecutor(1, "eplb")
 
     def turn(self) -> None:
         """Between two steps. Collective; raises PeerLost."""
@@ -85,7 +98,7 @@ class Balancer:
         elif self._adopt_step is not None:
             if self._num_steps == self._adopt_step:
                 self._adopt()
-        elif self._num_steps and self._num_steps % self._config.step_interval == 0:
+        elif self._regrouped or (self._num_steps and self._interval and self._num_steps % self._interval == 0):
             self._look()
         self._num_steps += 1
 
@@ -102,23 +115,29 @@ class Balancer:
 
     def _look(self) -> None:
         """All ranks' counts go to rank 0, which begins to plan."""
-        self._adopt_step = self._num_steps + min(_PLAN_STEPS, self._config.step_interval)
+        self._adopt_step = self._num_steps + min(_PLAN_STEPS, self._interval or _PLAN_STEPS)
         mine = torch.from_numpy(self._window.total.copy())[None]
         nobody = [0] * (self._control.size - 1)
         leads = self._control.rank == 0
         counts = self._control.all_to_all(mine, [1, *nobody], [1] * self._control.size if leads else [0, *nobody])
-        if self._planner is not None:
+        if leads:
+            assert self._planner is not None
             self._profile = LoadProfile(self._numbers, self._window.num_steps, counts.sum(0).numpy())
-            self._planned = self._planner.submit(self._plan, self._profile, self._current.copy())
+            self._planned = self._planner.submit(self._plan, self._profile, self._current.copy(), self._regrouped)
+        self._regrouped = False
 
-    def _plan(self, profile: LoadProfile, current: np.ndarray) -> np.ndarray:
-        """In a thread of its own."""
+    def _plan(self, profile: LoadProfile, current: np.ndarray, regrouped: bool) -> np.ndarray:
+        """In a thread of its own. regrouped: nobody has looked at this placement's balance yet, so it is made even, whatever that gains."""
         config = self._config
         if config.dump_profile is not None:
             _dump(profile, Path(config.dump_profile))
-        if not profile.num_steps:
+        if not profile.num_steps and not regrouped:
             return current
-        found = plan(profile.load(), current, self._layout, tolerance=config.tolerance)
+        load = profile.load()
+        found = plan(load if load.any() else np.ones_like(load), current, self._layout, tolerance=config.tolerance)
+        if regrouped:
+            logger.info("expert balance %.3f, planned %.3f", found.balancedness_before.mean(), found.balancedness_after.mean())
+            return found.phy2log
         steps = {"window_steps": profile.num_steps, "horizon_steps": config.step_interval}
         decision = decide(found, self._layout, self._costs, **steps, hysteresis=config.hysteresis)
         kept = found.only(decision.layers, current)

@@ -103,6 +103,7 @@ class Facts:
     keeps_fp8: bool  # see `hw.api.Backend`
     compute_dtype: Callable[[str], str]  # see `hw.api.Runtime`
     providers: Callable[[ModelShapes], list[Provider]]  # of every op
+    needs_all_ranks: str = ""  # why an instance cannot go on without a dead rank; empty: it can
 
 
 # Row counts at which tables are asked; a choice may change between any two.

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,8 @@ class Guardian:
                 f"torchrun started {environment['WORLD_SIZE']} workers, but --data-parallel-size {args.data_parallel_size} x "
                 f"--tensor-parallel-size {args.tensor_parallel_size} needs {num_ranks}"
             )
+        if args.on_rank_death != "fail":
+            raise ValueError(f"--on-rank-death {args.on_rank_death}: torchrun ends all its workers when one ends; deepserve serve can")
         self.args, self.membership = args, membership
         self.rank = int(environment["RANK"])
         attempt = f"{environment.get('TORCHELASTIC_RUN_ID', 'run')}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -89,7 +91,7 @@ class Guardian:
             options |= {"secret": member.secret, "dead_link_s": member.lease_s}
         self._process = start_rank(options)
 
-    def poll(self) -> RankDeath | None:
+    def poll(self, serving: Collection[int] = ()) -> RankDeath | None:
         """How the rank ended, None while it lives."""
         assert self._process is not None
         code = self._process.poll()
@@ -192,7 +194,6 @@ def guard_member(argv: list[str], environment: Mapping[str, str]) -> int:
     flags = parser.parse_args(argv)
     try:
         cluster = load(flags.cluster, flags.hosts)
-        cluster.check_roles()
         instance = cluster.instance(flags.instance)
         frontend = cluster.control_address if flags.frontend is None else f"tcp://{flags.frontend}"
         member = Membership(instance.name, instance.role, frontend, cluster.secret(), cluster.lease_s)

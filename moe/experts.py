@@ -1,5 +1,7 @@
 """Routed experts of one rank: grouped GEMM, SwiGLU, grouped GEMM, in the layout that dispatch produced."""
 
+from collections.abc import Iterable
+
 import torch
 
 from hw.api import Dispatched, Ops
@@ -12,18 +14,43 @@ class Experts:
     """Physical experts held here. `held` are the logical ids of this rank's slots, in slot order; replicas repeat an id."""
 
     def __init__(self, config: MoEConfig, ops: Ops, held: tuple[int, ...], *, prefix: str, storage: Storage):
-        self.config, self.ops, self.held, self.prefix = config, ops, held, prefix
-        inner, hidden = config.intermediate_size, config.hidden_size
-        self.gate_up = storage.matrix(len(held), 2 * inner, hidden, edges=(inner,))  # gate rows first
-        self.down = storage.matrix(len(held), hidden, inner)
+        self.config, self.ops, self.held, self.prefix, self._storage = config, ops, held, prefix, storage
+        self._allocate(len(held))
         self.takes_quant = ops.quantizes(self.gate_up, storage.dtype)
         self.inner_quant = ops.quantizes(self.down, storage.dtype)
 
-    def weights(self) -> list[Weight]:
+    def _allocate(self, num_slots: int) -> None:
+        inner, hidden = self.config.intermediate_size, self.config.hidden_size
+        self.gate_up = self._storage.matrix(num_slots, 2 * inner, hidden, edges=(inner,))  # gate rows first
+        self.down = self._storage.matrix(num_slots, hidden, inner)
+
+    def hold(self, wanted: tuple[int, ...]) -> list[Weight]:
+        """Hold these from now on, in as many slots as they are. What is here already is kept; the rest is returned, to be filled.
+
+        Storage is new if the number of slots is.
+        """
+        before, had = self.tensors(), self.held
+        resized = len(wanted) != len(had)
+        if resized:
+            self._allocate(len(wanted))
+        # Without new storage a slot can be copied from only if it is not itself to change.
+        source = {logical: slot for slot, logical in enumerate(had) if resized or wanted[slot] == logical}
+        unread = []
+        for slot, logical in enumerate(wanted):
+            if logical not in source:
+                unread.append(slot)
+            elif resized or had[slot] != logical:
+                for old, new in zip(before, self.tensors(), strict=True):
+                    new[slot].copy_(old[source[logical]])
+        self.held = wanted
+        return self.weights(unread)
+
+    def weights(self, slots: Iterable[int] | None = None) -> list[Weight]:
+        """Of some slots, or of all."""
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
         found = []
-        for local, logical in enumerate(self.held):
-            name, gate_up = f"{self.prefix}.{logical}", expert(self.gate_up, local)
+        for local in range(len(self.held)) if slots is None else slots:
+            name, gate_up = f"{self.prefix}.{self.held[local]}", expert(self.gate_up, local)
             found += [
                 Weight(name=f"{name}.gate_proj.weight", shape=(inner, hidden), target=rows(gate_up, 0, inner)),
                 Weight(name=f"{name}.up_proj.weight", shape=(inner, hidden), target=rows(gate_up, inner, 2 * inner)),

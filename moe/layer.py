@@ -67,10 +67,20 @@ class MoELayer:
         """From here on experts may move between ranks, and `load` `[2, num_logical]` int64 counts this rank's tokens by the experts they
         choose: first those of throughput steps (prefill), then those of low-latency steps (decode). Before steps are captured.
         """
-        spare = self.placement.num_physical - self.placement.num_logical
-        self.replicas = replicas_of(self.placement, self.gate.weight.device, rank=self.rank, width=spare + 1)
+        self._make_room_for_replicas()
         self.load = torch.zeros((2, self.placement.num_logical), dtype=torch.int64, device=self.gate.weight.device)
         self._one = torch.ones(1, dtype=torch.int64, device=self.gate.weight.device)
+
+    def _make_room_for_replicas(self) -> None:
+        """Of any placement with as many slots as there are."""
+        spare = self.placement.num_physical - self.placement.num_logical
+        self.replicas = replicas_of(self.placement, self.gate.weight.device, rank=self.rank, width=spare + 1)
+
+    def hold(self, placement: Placement, rank: int) -> list[Weight]:
+        """Become `rank` of other ranks than before, with this placement; not for captured steps. Returns what has yet to be filled."""
+        self.placement, self.rank = placement, rank
+        self._make_room_for_replicas()
+        return self.local.hold(placement.held_by(rank))
 
     def expert_tensors(self) -> list[torch.Tensor]:
         """Weights of this rank's slots, `[slots_per_rank, ...]` each."""

@@ -2,13 +2,14 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 import torch
 
 from deepserve.config import EngineArgs, EngineConfig
-from deepserve.engine.balance import initial_placements, open_balancer, prepare_moves
+from deepserve.engine.balance import buffer_for_moves, initial_placements, layout_of, open_balancer, prepare_moves, regroup_experts
 from deepserve.engine.lockstep import expert_step
 from deepserve.engine.memory import MemoryBudget, plan_memory
 from deepserve.engine.pages import Pages
@@ -24,9 +25,10 @@ from deepserve.model.decoder import Decoder
 from deepserve.model.hub import resolve_model
 from deepserve.model.products import model_shapes
 from eplb.load import PHASES
-from hw.api import Backend, ExpertMode, ExpertStep
+from hw.api import Backend, ExpertMode, ExpertStep, Unsupported
 from hw.groups import Groups, open_groups
-from hw.select import open_backend
+from hw.select import backend_facts, open_backend
+from hw.weights import Weight
 from mtp.schedule import DraftSchedule
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 def resolve(args: EngineArgs) -> EngineConfig:
     """From what a user said to a checked config: finds (or downloads) the model and reads its config. Raises ValueError."""
+    if args.on_rank_death == "replan" and (reason := backend_facts(args.device).needs_all_ranks):
+        raise Unsupported(f"{args.device}: on_rank_death 'replan': {reason}")
     folder = resolve_model(args.model, args.revision, with_weights=args.load_format != "dummy")
     return EngineConfig.resolve(args, str(folder), ModelConfig.from_folder(folder))
 
@@ -41,9 +45,10 @@ def resolve(args: EngineArgs) -> EngineConfig:
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread owns it."""
 
-    def __init__(self, config: EngineConfig, groups: Groups | None = None, *, progress: bool | None = None):
+    def __init__(self, config: EngineConfig, groups: Groups | None = None, *, rank: int | None = None, progress: bool | None = None):
         """Loads this rank's part of the model; collective over the instance if it has several ranks.
 
+        rank: whose part, if not that of its number in `groups`: the groups are those of one TP group, which joins others later (`regroup`).
         Raises ValueError for what cannot run, with the offending value or the table of memory.
         """
         args = config.args
@@ -59,13 +64,14 @@ class Engine:
             cpu_kernels=args.cpu_kernels,
         )
         started = time.perf_counter()
+        rank = self.groups.rank if rank is None else rank
         prepares = self.backend.runtime.compiles if args.compile_ahead is None else args.compile_ahead
         if prepares:  # while the device is empty: compiling needs room there
-            unfilled = build_model(config, self.backend, self.groups.rank, torch.device("meta"))
+            unfilled = build_model(config, self.backend, rank, torch.device("meta"))
             self.backend.runtime.warm_up(model_shapes(config, unfilled), progress)
-        model = load_model(config, self.backend, rank=self.groups.rank, progress=progress)
+        model = load_model(config, self.backend, rank=rank, progress=progress)
         model.reserve()  # before memory is planned
-        rebalances = config.eplb.step_interval > 0 and bool(model.moe_layers())
+        rebalances = bool(model.moe_layers()) and (config.eplb.step_interval > 0 or args.on_rank_death == "replan")
         buffer = prepare_moves(model, self.backend, self.groups) if rebalances else None
         weight_bytes = sum(weight.target.nbytes for weight in model.weights())
         budget = plan_memory(config, model.cache_spec(), self.backend.runtime, weight_bytes)
@@ -147,9 +153,26 @@ class Engine:
 
     def abandon(self, request_ids: list[str]) -> None:
         """Forget requests after a step that failed half-way: plans in flight are dropped first."""
+        self.discard()
+        self.abort(request_ids)
+
+    def discard(self) -> None:
+        """Drop plans in flight, also one that failed half-way: what they had begun is done again."""
         self._launched = None
         self.scheduler.discard()
-        self.abort(request_ids)
+
+    def regroup(self) -> int:
+        """Go on with the ranks that the groups have now; nothing is in flight. Collective over them.
+
+        Returns how many experts of all layers were read from the checkpoint. Raises PeerLost, and ValueError where memory is short.
+        """
+        model = self.runner.model
+        if self.balancer is None:
+            return 0
+        unread = regroup_experts(self.config, model, self.backend, self.groups)
+        fill_weights(self.config, unread, ignored=lambda name: True, progress=False)
+        self.balancer.regroup(layout_of(self.config, self.groups.parallel), buffer_for_moves(model, self.backend, self.groups))
+        return len({weight.name.rsplit(".", 2)[0] for weight in unread})
 
     def knows(self, request_id: str) -> bool:
         """Whether any sequence of the request is waiting or running."""
@@ -233,15 +256,19 @@ class Engine:
 
 def load_model(config: EngineConfig, backend: Backend, *, rank: int = 0, progress: bool | None = None) -> Decoder:
     """Build this rank's part of the model and fill it from the checkpoint, or with seeded random weights."""
-    args = config.args
     model = build_model(config, backend, rank)
-    if args.load_format == "dummy":
-        dummy_weights(model.weights(), args.seed)
-    else:
-        checkpoint = Checkpoint(config.model_path, config.model.quantization)
-        load_weights(model.weights(), checkpoint, ignored=known_names(config.model), progress=progress)
-        checkpoint.close()
+    fill_weights(config, model.weights(), ignored=known_names(config.model), progress=progress)
     return model
+
+
+def fill_weights(config: EngineConfig, weights: list[Weight], *, ignored: Callable[[str], bool], progress: bool | None) -> None:
+    """From the checkpoint or, where none is wanted, at random. ignored: see `load_weights`."""
+    if config.args.load_format == "dummy":
+        dummy_weights(weights, config.args.seed)
+        return
+    checkpoint = Checkpoint(config.model_path, config.model.quantization)
+    load_weights(weights, checkpoint, ignored=ignored, progress=progress)
+    checkpoint.close()
 
 
 def build_model(config: EngineConfig, backend: Backend, rank: int, device: torch.device | None = None) -> Decoder:

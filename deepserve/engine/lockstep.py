@@ -48,10 +48,12 @@ class Ballot:
     num_drafts: int = 0  # that its plan makes
     wait: Wait = Wait.MESSAGE
     has_news: bool = False  # for its TP group, which hears it behind the vote
+    leaves: bool = False  # its DP replica is to leave the instance, and nothing is left there
+    regroup: bool = False  # others wait to be let in
 
     def ints(self) -> list[int]:
         flags = (self.has_work, self.has_launched, self.stop, self.drained)
-        return [self.num_tokens, *map(int, flags), self.num_drafts, int(self.wait), int(self.has_news)]
+        return [self.num_tokens, *map(int, flags), self.num_drafts, int(self.wait), *map(int, (self.has_news, self.leaves, self.regroup))]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Outcome:
     num_drafts: int = 0  # most that a rank makes in this step: all see it through, since experts of the MTP module are spread over them
     wait: Wait = Wait.MESSAGE
     news: tuple[int, ...] = ()  # ranks that have some
+    leaving: tuple[int, ...] = ()  # DP replicas that leave now
+    regroup: bool = False  # the ranks are others from now on; no step comes first
 
     @property
     def idle(self) -> bool:
@@ -137,7 +141,9 @@ class Lockstep:
         brought = [-(-tokens // tp) for tokens in num_tokens]
         step = expert_step(brought, self._cap, captured=self._captured, overlap=self._overlap)
         news = tuple(rank for rank, row in enumerate(ballots) if row[7])
-        return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders), wait, news)
+        leaving = tuple(dp for dp, row in enumerate(leaders) if row[8])
+        regroup = bool(leaving) or any(row[9] for row in leaders)
+        return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders), wait, news, leaving, regroup)
 
     def park(self, poller: zmq.Poller, wait: Wait = Wait.MESSAGE) -> None:
         """Sleep until a message or a wake-up of this park comes in, or it is time to see whether the other ranks live, or what `wait` says.

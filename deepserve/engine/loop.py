@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import BinaryIO
 
@@ -21,8 +22,10 @@ import zmq
 
 from deepserve.config import EngineArgs
 from deepserve.control import Line, dealer
+from deepserve.engine.elastic import Elastic
 from deepserve.engine.engine import Engine, resolve
 from deepserve.engine.lockstep import Ballot, Lockstep
+from deepserve.engine.membership import Excluded, Membership
 from deepserve.engine.request import SequenceOutput
 from deepserve.engine.step import StepPlan
 from deepserve.messages import (
@@ -46,6 +49,7 @@ from deepserve.model.checkpoint import fingerprint
 from deepserve.pd import messages as pd
 from deepserve.pd.role import HandOffs
 from hw.groups import PeerLost, Rendezvous, open_groups
+from hw.topology import ParallelConfig
 
 logger = logging.getLogger("deepserve.engine")
 
@@ -64,6 +68,7 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = "local"
     role: str = "unified"
     rank: int = 0
+    life: int = 0  # how many ranks of this number came before; this one joins those that there are
     rendezvous: str = ""  # "file:PATH" or "tcp:HOST:PORT:PREFIX"; needed with several ranks
     address: str = "127.0.0.1"  # IPv4 address at which the other ranks of the instance reach this one
     secret: str = ""  # of the control sockets; empty: plain ones, on loopback
@@ -102,20 +107,33 @@ class Heart(threading.Thread):
 
 
 class Lifeline(threading.Thread):
-    """The pipe from whoever started this rank. When it ends, so does the rank, at once; a line "drain" asks it to end in its own time."""
+    """The pipe from whoever started this rank. When it ends, so does the rank, at once.
+
+    A line "drain" asks the instance, "leave" the rank's DP replica, to end in its own time; "lost 2 5" says that these members are dead.
+    """
 
     def __init__(self, stdin: BinaryIO):
         super().__init__(name="lifeline", daemon=True)
-        self.drain = threading.Event()
+        self.drain, self.leave = threading.Event(), threading.Event()
+        self.lost: set[int] = set()  # members (`deepserve.engine.membership`); never changed in place
         self._stdin = stdin
         self.news, self._bell = os.pipe()  # readable once there is something to look at: wakes a rank that is parked
+        os.set_blocking(self.news, False)
 
     def run(self) -> None:
         for line in self._stdin:
-            if line == b"drain\n":
-                self.drain.set()
-                os.write(self._bell, b"!")
+            word, *numbers = line.decode().split()
+            if word == "lost":
+                self.lost = self.lost | set(map(int, numbers))
+            else:
+                {"drain": self.drain, "leave": self.leave}[word].set()
+            os.write(self._bell, b"!")
         os._exit(EXIT_ORPHANED)
+
+    def hush(self) -> None:
+        """What there was to look at is being looked at."""
+        with suppress(BlockingIOError):
+            os.read(self.news, 1 << 12)
 
 
 class EngineLoop:
@@ -125,16 +143,15 @@ class EngineLoop:
     that they came on: if it breaks, they are forgotten, since nobody can tell what of them was lost.
     """
 
-    def __init__(self, engine: Engine, options: RankOptions, context: zmq.Context, lifeline: Lifeline):
+    def __init__(self, engine: Engine, options: RankOptions, context: zmq.Context, lifeline: Lifeline, elastic: Elastic | None = None):
+        """elastic: what outlives the loss of ranks; None: it ends the instance."""
         self.engine, self.options = engine, options
-        self._lifeline = lifeline
+        self._context, self._lifeline, self._elastic = context, lifeline, elastic
         self._dp_rank = engine.config.parallel.place(options.rank).dp
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        cap = engine.config.args.max_dispatch_tokens_per_rank
+        self._lockstep = self._open_lockstep()
         secret, dead_link_s = options.secret, options.dead_link_s
-        shared = {"captured": engine.captures, "overlap": engine.overlap}
-        self._lockstep = Lockstep(engine.groups, context, cap, **shared, address=options.address, secret=secret)
         leads = engine.groups.is_leader
         self._lines = [Line(context, address, secret=secret, dead_link_s=dead_link_s) for address in options.frontends] if leads else []
         self._poller = zmq.Poller()
@@ -143,20 +160,37 @@ class EngineLoop:
             self._poller.register(line.socket, zmq.POLLIN)
             self._poller.register(line.monitor, zmq.POLLIN)
         self._home: dict[str, zmq.Socket] = {}  # request -> who sent it
-        self._draining = self._stopping = False
+        self._draining = self._leaving = self._stopping = False
         self._heart = Heart(context, options, self._dp_rank) if leads else None
         self._hand_offs: HandOffs | None = None
         if options.role != "unified":
             place = Place(options.instance, self._dp_rank)
             self._hand_offs = HandOffs(options.role, place, engine, self._relay, self._home.__setitem__)
 
+    def _open_lockstep(self) -> Lockstep:
+        engine, options = self.engine, self.options
+        cap = engine.config.args.max_dispatch_tokens_per_rank
+        shared = {"captured": engine.captures, "overlap": engine.overlap}
+        return Lockstep(engine.groups, self._context, cap, **shared, address=options.address, secret=options.secret)
+
     def run(self) -> None:
-        """Until a rank is told to stop, or all have drained. Raises PeerLost."""
+        """Until a rank is told to stop, or all have drained. Raises PeerLost, if the instance does not outlive that."""
         if self._heart is not None:
             self._heart.start()
+        whole = True
         try:
-            while self._step():
-                pass
+            while True:
+                try:
+                    if not whole:
+                        self._regroup()
+                        whole = True
+                    elif not self._step():
+                        break
+                except PeerLost as error:  # no longer handled below: it holds connections that peers wait for to close
+                    if self._elastic is None or isinstance(error, Excluded):
+                        raise
+                    logger.warning("rank %d lost a peer: %s", self.options.rank, error)
+                    whole = False
         finally:
             if self._heart is not None:
                 self._heart.stop()
@@ -168,8 +202,11 @@ class EngineLoop:
             self._send_outputs(self._hand_offs.turn())
         plan = self.engine.plan()
         outcome = self._lockstep.vote(self._ballot(plan))
-        if outcome.end:
+        if outcome.end or self.engine.groups.dp_rank in outcome.leaving:
             return False
+        if outcome.regroup:
+            self._regroup(outcome.leaving, planned=True)
+            return True
         if self._hand_offs is not None:
             self._hand_offs.exchange(outcome)
         if outcome.idle:
@@ -179,7 +216,7 @@ class EngineLoop:
         if outcome.collect:
             self._send_outputs(self.engine.collect())
             return True
-        has_tokens = outcome.num_tokens[self._dp_rank] > 0
+        has_tokens = outcome.num_tokens[self.engine.groups.dp_rank] > 0
         outputs = self.engine.run(plan, outcome.step, has_tokens=has_tokens, num_drafts=outcome.num_drafts)
         self._send_outputs(outputs)
         if (balance := self.engine.take_balance()) is not None:
@@ -187,14 +224,22 @@ class EngineLoop:
                 self._send(line.socket, balance)
         return True
 
+    def _regroup(self, leaving: tuple[int, ...] = (), *, planned: bool = False) -> None:
+        assert self._elastic is not None
+        self._lockstep.close()
+        self._elastic.regroup(leaving, planned=planned)
+        self._lockstep = self._open_lockstep()
+
     def _ballot(self, plan: StepPlan | None) -> Ballot:
         hand_offs = self._hand_offs
         shared = {} if hand_offs is None else {"wait": hand_offs.wait, "has_news": hand_offs.has_news}
         if self._heart is None:
             return Ballot(**shared)
+        if self._elastic is not None:
+            shared["regroup"] = self._elastic.somebody_applies
         self._heart.load = self._load()
         has_work = self.engine.has_work or (hand_offs is not None and hand_offs.has_work)
-        drained = self._draining and not has_work
+        drained, shared["leaves"] = self._draining and not has_work, self._leaving and not has_work
         num_tokens, num_drafts = (0, 0) if plan is None else (plan.num_tokens, plan.num_drafts)
         return Ballot(num_tokens, has_work, self.engine.has_launched, self._stopping, drained, num_drafts, **shared)
 
@@ -226,6 +271,7 @@ class EngineLoop:
             page_size=config.page_size,
             num_pages=engine.pages.num_pages,
             pid=os.getpid(),
+            outlived=self._elastic is not None,
         )
         self._send(socket, message)
         if self._draining:
@@ -243,11 +289,14 @@ class EngineLoop:
                 self._register(line.socket)
             for payload in _messages(line.socket):
                 self._on_message(line.socket, self._decoder.decode(payload))
-        if self._lifeline.drain.is_set() and not self._draining:
-            self._draining = True
-            self._poller.unregister(self._lifeline.news)
+        self._lifeline.hush()
+        drain, leave = self._lifeline.drain.is_set() and not self._draining, self._lifeline.leave.is_set() and not self._leaving
+        if drain or leave:
+            self._draining, self._leaving = self._draining or drain, self._leaving or leave
             for line in self._lines:
                 self._send(line.socket, Leaving())
+        if self._elastic is not None:
+            self._elastic.check()
 
     def _forget(self, socket: zmq.Socket) -> None:
         """Abort what came on this connection."""
@@ -331,6 +380,30 @@ def _rendezvous(options: RankOptions) -> Rendezvous | None:
     return Rendezvous(store, START_TIMEOUT_S, options.address)
 
 
+def _start(options: RankOptions, context: zmq.Context, lifeline: Lifeline) -> EngineLoop:
+    """Load, and come together with the other ranks. Raises ValueError for what cannot run, and PeerLost."""
+    config, rendezvous = resolve(options.args), _rendezvous(options)
+    if not options.life:
+        groups = open_groups(config.parallel, options.rank, rendezvous)
+        addresses = groups.world.broadcast_bytes(msgspec.msgpack.encode(options.frontends) if options.rank == 0 else None)
+        options = msgspec.structs.replace(options, frontends=msgspec.msgpack.decode(addresses, type=list[str]))
+    else:  # its TP group first, then that joins the others
+        dp, tp = config.parallel.place(options.rank).dp, config.parallel.tp
+        store = dist.PrefixStore(f"replica{dp}/life{options.life}", rendezvous.store)
+        groups = open_groups(ParallelConfig(tp=tp), options.rank % tp, replace(rendezvous, store=store))
+    engine, elastic = Engine(config, groups, rank=options.rank), None
+    if config.args.on_rank_death == "replan" and rendezvous is not None:
+        if options.role != "unified":
+            raise ValueError(f"on_rank_death 'replan' is for unified instances, this is a {options.role} instance")
+        membership = Membership(rendezvous.store, config.parallel, options.rank, options.life, lambda: lifeline.lost)
+        elastic = Elastic(engine, membership, rendezvous)
+        if options.life:
+            elastic.join()
+    loop = EngineLoop(engine, options, context, lifeline, elastic)
+    groups.set_timeout(options.args.step_timeout_s)
+    return loop
+
+
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # Ctrl-C and service managers signal the whole group. Whoever started the rank drains first and then cuts the lifeline.
@@ -341,12 +414,7 @@ def main() -> int:
     lifeline.start()
     context = zmq.Context()
     try:
-        config = resolve(options.args)
-        groups = open_groups(config.parallel, options.rank, _rendezvous(options))
-        addresses = groups.world.broadcast_bytes(msgspec.msgpack.encode(options.frontends) if options.rank == 0 else None)
-        options = msgspec.structs.replace(options, frontends=msgspec.msgpack.decode(addresses, type=list[str]))
-        loop = EngineLoop(Engine(config, groups), options, context, lifeline)
-        groups.set_timeout(options.args.step_timeout_s)
+        loop = _start(options, context, lifeline)
     except ValueError as error:
         print(f"deepserve: rank {options.rank} cannot start: {error}", file=sys.stderr, flush=True)
         return 1

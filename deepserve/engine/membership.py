@@ -13,7 +13,7 @@ If somebody dies meanwhile, those who notice meet for the epoch after that.
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from hw.groups import PeerLost
@@ -30,9 +30,9 @@ class Excluded(PeerLost):
 class Membership:
     """What one member knows."""
 
-    def __init__(self, store: Any, parallel: ParallelConfig, rank: int, life: int, lost: Collection[int]):
-        """store: torch.distributed's, of all members. parallel: of the whole instance. lost: grows by members that are known to be dead."""
-        self._store, self._whole, self._lost = store, parallel, lost
+    def __init__(self, store: Any, parallel: ParallelConfig, rank: int, life: int, lost: Callable[[], Collection[int]]):
+        """store: torch.distributed's, of all members. parallel: of the whole instance. lost: members that are known to be dead."""
+        self._store, self._whole, self._known_lost = store, parallel, lost
         self.me = rank + parallel.num_ranks * life
         self.epoch = 0
         self.members = list(range(parallel.num_ranks))
@@ -57,7 +57,8 @@ class Membership:
     @property
     def lost(self) -> list[int]:
         """Members of this epoch that are known to be dead."""
-        return [member for member in self.members if member in self._lost]
+        known = self._known_lost()
+        return [member for member in self.members if member in known]
 
     def meet(self, leaving: Collection[int] = (), *, planned: bool = False) -> None:
         """Agree on the members of the next epoch and wait until they are there. All that stay call it.
@@ -73,7 +74,8 @@ class Membership:
         while not self._store.check([decided]):
             late = time.monotonic() > deadline
             here = [member for member in stay if self._is_here(member)]
-            alive = [member for member in stay if member not in self._lost]
+            known = self._known_lost()
+            alive = [member for member in stay if member not in known]
             if late or (set(alive) <= set(here) and (not planned or alive[0] == self.me)):
                 found = self._replicas([member for member in here if member in alive])
                 self._decide(decided, found, self.applicants() if planned else [])
@@ -93,7 +95,8 @@ class Membership:
         """Who has applied and may be let in: whole TP groups."""
         keys = [f"application{number + 1}" for number in range(self._store.add("applications", 0))]
         found = [int(self._store.get(key)) for key in keys if self._store.check([key])]
-        return self._replicas([m for m in found if m not in self._lost and not self._store.check([f"admission/{m}"])])
+        known = self._known_lost()
+        return self._replicas([m for m in found if m not in known and not self._store.check([f"admission/{m}"])])
 
     def _decide(self, key: str, found: list[int], applicants: list[int]) -> None:
         text = json.dumps(sorted([*found, *applicants], key=self._rank))
@@ -107,7 +110,7 @@ class Membership:
             raise Excluded(f"the other ranks of the instance went on without rank {self._rank(self.me)}")
         deadline = time.monotonic() + GRACE_S
         while absent := [member for member in self.members if not self._is_here(member)]:
-            if set(absent) & set(self._lost) or time.monotonic() > deadline:
+            if set(absent) & set(self._known_lost()) or time.monotonic() > deadline:
                 raise PeerLost(f"rank {self._rank(absent[0])} did not come to {self.prefix}")
             time.sleep(_POLL_S)
 

@@ -199,4 +199,9 @@ def _between_ranks(model: ModelShapes) -> list[Provider]:
     return [replace(provider, shape="all") for provider in found]
 
 
-FACTS = Facts(keeps_fp8=True, compute_dtype=compute_dtype, providers=providers)
+FACTS = Facts(
+    keeps_fp8=True,
+    compute_dtype=compute_dtype,
+    providers=providers,
+    needs_all_ranks="DeepEP's low-latency kernels trap when a peer is dead, and going on without one has not been tried",
+)

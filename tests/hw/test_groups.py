@@ -3,8 +3,8 @@
 import os
 import time
 from collections.abc import Callable
-from functools import cache
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest

@@ -22,7 +22,7 @@ class Team:
         self.of = {rank: self.member(rank) for rank in range(parallel.num_ranks)}
 
     def member(self, rank: int, life: int = 0) -> Membership:
-        return Membership(self.store, self.parallel, rank, life, self.lost)
+        return Membership(self.store, self.parallel, rank, life, self.lost.copy)
 
     def each(self, work: dict[int, Callable[[], None]]) -> dict[int, Exception | None]:
         """Runs each in a thread of its own; what it raised."""

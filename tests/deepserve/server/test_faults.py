@@ -205,7 +205,7 @@ class DyingSpawn:
     def start(self, frontend_address: str):
         self.address = frontend_address
 
-    def poll(self):
+    def poll(self, serving):
         return self.death
 
     def stop(self, grace_s: float):
