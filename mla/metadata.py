@@ -9,6 +9,7 @@ Lengths are on the device and, as lists or upper bounds, on the host: some backe
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -41,6 +42,12 @@ class PrefillMeta:
     context_lens: list[int]
     seq_lens: torch.Tensor  # [num_seqs] int32, context and chunk together
     page_table: torch.Tensor  # [num_seqs, max_pages] int32, -1 = unused
+
+    @cached_property
+    def known(self) -> Segments:
+        """Context and chunk of each sequence, for all layers of a step."""
+        lens = [context + own for context, own in zip(self.context_lens, self.queries.lens, strict=True)]
+        return Segments(lens, torch.nn.functional.pad(self.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)))
 
     def part(self, low: int, high: int) -> "PrefillMeta":
         """Tokens `low .. high`, at least one. What is cut off the begin of a chunk is cached context of the rest."""

@@ -1,7 +1,8 @@
 """Naive form: expand keys and values of every head, as the paper writes it (arXiv 2405.04434, section 2.1). For compute-bound prefill.
 
-A chunk behind a cached prefix is attended in pieces: first itself, causally, then the prefix, expanded in pieces of bounded size;
-the partial results are joined by their log-sum-exp.
+A chunk behind a cached prefix is attended with it, in one go, if all prefixes of the step fit the workspace. Longer ones are attended in
+pieces: first the chunk itself, causally, then the prefix, expanded in pieces of bounded size; the partial results are joined by their
+log-sum-exp.
 """
 
 import torch
@@ -26,6 +27,11 @@ def naive_prefill(
     At most about `workspace_tokens` prefix tokens are expanded at a time.
     """
     nope = q.shape[2] - key.shape[1]
+    if 0 < sum(meta.context_lens) <= workspace_tokens:
+        known = meta.known
+        entries = ops.latent_gather(cache, meta.page_table, [0] * len(known.lens), known.lens)
+        k, v = ops.expand_latent(entries[:, : latent.shape[1]], entries[:, latent.shape[1] :], kv_up, nope)
+        return ops.mla_prefill(q, k, v, meta.queries, known, scale, causal=True)[0]
     k, v = ops.expand_latent(latent, key, kv_up, nope)
     out, lse = ops.mla_prefill(q, k, v, meta.queries, meta.queries, scale, causal=True)
     contexts = meta.seq_lens - meta.queries.starts.diff()  # lengths on the device, so that nothing is sent there

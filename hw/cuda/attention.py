@@ -1,5 +1,6 @@
 """Latent attention: FlashMLA where it fits, Triton kernels for the rest."""
 
+from itertools import accumulate
 from types import ModuleType
 
 import torch
@@ -49,8 +50,7 @@ class AttentionOps:
         out = torch.empty((sum(lens), dim), dtype=cache.dtype, device=cache.device)
         if not out.shape[0]:
             return out
-        lengths = torch.tensor(lens)
-        places = send(torch.stack((torch.tensor(first), lengths, lengths.cumsum(0) - lengths)), cache.device)
+        places = send(torch.tensor([first, lens, list(accumulate(lens[:-1], initial=0))]), cache.device)
         grid = (len(lens), triton.cdiv(max(lens), _GATHER_ROWS))
         latent_gather_kernel[grid](
             cache, page_table, places, out, len(lens), page_table.stride(0), page_size, dim,
