@@ -71,7 +71,6 @@ def _up(flags: argparse.Namespace) -> int:
     from launch.supervise import Supervisor
 
     cluster = load(flags.cluster, flags.hosts)
-    cluster.check_roles()
     cluster.secret()  # a bad one is told once, here
     host = _this_host(cluster, flags.host)
     share = commands(cluster, host)

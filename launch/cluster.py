@@ -6,6 +6,7 @@
     secret_file = "secret.txt"
     [engine]                # options of every instance, by the names of `deepserve.config.EngineArgs`
     [frontend]
+    [hand_off]              # of prompts, from prefill to decode instances
     [[prefill]]  [[decode]]  [[unified]]
 
 Instances that name no hosts take the next ones of the list, prefill first, then decode, then unified.
@@ -22,10 +23,10 @@ import msgspec
 
 from deepserve.config import EngineArgs
 from deepserve.control import check_secret
+from deepserve.server.dispatch import HandOffOptions
 from hw.topology import ParallelConfig
 
 ROLES = ("prefill", "decode", "unified")
-RUNNING_ROLES = ("unified",)  # the others wait for the hand-off of pages between instances
 RDZV_PORT = 29400  # of the first instance; the others take the ports behind it
 CONTROL_PORT = 29399
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")  # of processes, folders and Kubernetes objects
@@ -80,6 +81,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lease_s: float = 15.0  # a rank that frontends have not heard of for so long is gone
     engine: dict[str, Any] = {}
     frontend: FrontendSpec = FrontendSpec()
+    hand_off: HandOffOptions = HandOffOptions()
     supervision: Supervision = Supervision()
     prefill: list[InstanceSpec] = []
     decode: list[InstanceSpec] = []
@@ -129,6 +131,7 @@ class Cluster:
     secret_file: Path | None
     lease_s: float
     frontend: FrontendSpec
+    hand_off: HandOffOptions
     supervision: Supervision
     instances: tuple[Instance, ...]
 
@@ -179,14 +182,10 @@ class Cluster:
             raise ValueError(f"{self.secret_file}: {error}") from None
         return secret
 
-    def check_roles(self) -> None:
-        """Raises ValueError for instances that this version cannot run."""
-        waiting = [instance.name for instance in self.instances if instance.role not in RUNNING_ROLES]
-        if waiting:
-            raise ValueError(
-                f"{', '.join(waiting)}: prefill and decode instances need the hand-off of pages between them, which this version does not "
-                "have yet; use [[unified]] instances"
-            )
+    @property
+    def hands_off(self) -> bool:
+        """Whether pages travel between instances."""
+        return any(instance.role != "unified" for instance in self.instances)
 
 
 def load(path: str | Path, hosts: list[str] | None = None) -> Cluster:
@@ -256,6 +255,7 @@ def _resolve(path: Path, file: ClusterFile, *, hosts_given: bool) -> Cluster:
         secret_file=None if file.secret_file is None else path.parent / file.secret_file,
         lease_s=file.lease_s,
         frontend=frontend,
+        hand_off=file.hand_off,
         supervision=file.supervision,
         instances=tuple(_instances(file)),
     )

@@ -30,6 +30,7 @@ def server_options(cluster: Cluster, control_listen: str | None = None) -> Serve
         secret=cluster.secret(),
         engine_silence_limit_s=cluster.lease_s,
         engine_quiet_limit_s=min(QUIET_S, cluster.lease_s),
+        hand_off=cluster.hand_off,
         api_key=keys,
         chat_template=template,
         generation_config=spec.generation_config,
@@ -56,7 +57,6 @@ def main(argv: list[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     try:
         cluster = load(flags.cluster, flags.hosts)
-        cluster.check_roles()
         options = server_options(cluster, flags.control_listen)
     except ValueError as error:
         print(f"deepserve: {error}", file=sys.stderr)

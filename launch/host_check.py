@@ -13,7 +13,7 @@ import msgspec
 
 from deepserve.model.hub import resolve_model
 from launch.cluster import Cluster
-from launch.preflight import installation, model_clashes, verdict
+from launch.preflight import installation, model_clashes, verdict, version
 from launch.rollcall import Collector, Member, Report, collector_address
 
 HASHED = ("*.json", "*.jinja", "*.safetensors")
@@ -83,6 +83,14 @@ def device_clashes(cluster: Cluster, host: str) -> tuple[list[str], dict[str, st
     return clashes, drivers
 
 
+def transfer_clashes(cluster: Cluster, host: str) -> list[str]:
+    """What ranks on this host lack to move pages between instances."""
+    needed_by = {rank.instance for rank in cluster.ranks() if rank.host == host and rank.role != "unified"}
+    if not needed_by or version("nixl"):
+        return []
+    return [f"library nixl is not installed, {', '.join(sorted(needed_by))} need it to hand pages over: pip install 'deepserve[pd]'"]
+
+
 def shared_memory_clashes(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []  # not a system that has it
@@ -122,7 +130,7 @@ def _examine(cluster: Cluster, report: Report) -> Report:
     """Adds what this host finds out about itself."""
     report.clashes += port_clashes(cluster, report.host)
     clashes, drivers = device_clashes(cluster, report.host)
-    report.clashes += clashes
+    report.clashes += clashes + transfer_clashes(cluster, report.host)
     report.versions |= drivers
     try:
         folder = resolve_model(cluster.model, cluster.instances[0].args.revision)

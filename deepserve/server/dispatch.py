@@ -44,10 +44,11 @@ class HandOffOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class OpenHandOff:
     """Of a request of which nothing has come back yet."""
 
-    __slots__ = ("attempt", "handed", "prefill")
+    __slots__ = ("attempt", "handed", "num_fresh", "prefill")
 
-    def __init__(self, attempt: pd.Attempt, prefill: Engine):
+    def __init__(self, attempt: pd.Attempt, prefill: Engine, num_fresh: int):
         self.attempt, self.prefill = attempt, prefill
+        self.num_fresh = num_fresh  # tokens that the prefill rank has to compute, as far as is known here
         self.handed = False  # the prompt is computed and the decode rank was told; before, it cannot have begun
 
 
@@ -63,11 +64,11 @@ class Dispatcher:
     def place(self, request: EngineRequest, *, avoid: str = "") -> bool:
         """Send it where it suits best; False: nobody can take it. avoid: an instance that it must not go to."""
         while True:
-            engine = self._router.pick(self._candidates(DECODING, avoid), request.prompt)
+            engine = self._router.pick(self._answerers(request, avoid), request.prompt)
             if engine is None:
                 return False
             prefill = self._prefill_for(request, engine, avoid)
-            hand_off = None if prefill is None else OpenHandOff(pd.Attempt(request.request_id, self._next_epoch()), prefill)
+            hand_off = None if prefill is None else self._open(request, prefill)
             # An engine that proves to be gone is removed; the next one is asked.
             if self._send(engine, request.message if hand_off is None else self._reserve(request, hand_off)):
                 break
@@ -132,6 +133,11 @@ class Dispatcher:
     def _candidates(self, roles: tuple[str, ...], avoid: str) -> Iterator[Engine]:
         return (engine for engine in self._serving() if engine.register.role in roles and engine.instance != avoid)
 
+    def _answerers(self, request: EngineRequest, avoid: str) -> list[Engine]:
+        """Who may run it to its end: decode ranks, but where nothing follows the first token there is nothing to hand off."""
+        alone = list(self._candidates(PREFILL, avoid)) if request.message.params.max_tokens <= 1 else []
+        return alone or list(self._candidates(DECODING, avoid))
+
     def _prefill_for(self, request: EngineRequest, engine: Engine, avoid: str) -> Engine | None:
         """Who computes its prompt for `engine`; None: `engine` itself, also where no prefill rank is left."""
         if engine.register.role != "decode":
@@ -140,9 +146,9 @@ class Dispatcher:
             return None
         return self._router.pick(self._candidates(PREFILL, avoid), request.prompt, level=False)
 
-    def _next_epoch(self) -> int:
+    def _open(self, request: EngineRequest, prefill: Engine) -> OpenHandOff:
         self._epoch += 1
-        return self._epoch
+        return OpenHandOff(pd.Attempt(request.request_id, self._epoch), prefill, self._router.num_fresh(prefill, request.prompt))
 
     def _reserve(self, request: EngineRequest, hand_off: OpenHandOff) -> Relay:
         where = Place(*hand_off.prefill.place)
@@ -153,7 +159,7 @@ class Dispatcher:
         return [*engine.requests.values(), *(request for request in engine.prefills.values() if not request.hand_off.handed)]
 
     def _may_run_again(self, request: EngineRequest, avoid: str) -> bool:
-        return not (self.draining or request.prefilled or request.retried) and any(self._candidates(DECODING, avoid))
+        return not (self.draining or request.prefilled or request.retried) and bool(self._answerers(request, avoid))
 
     def _end(self, request: EngineRequest, reason: str, avoid: str) -> bool:
         """It cannot go on where it is. Returns whether it is run elsewhere; else it ends with an error."""

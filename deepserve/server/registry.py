@@ -34,7 +34,7 @@ class Engine:
     @property
     def num_queued_tokens(self) -> int:
         ours = sum(request.num_prompt for request in self.requests.values() if not request.prefilled and request.hand_off is None)
-        return ours + sum(request.num_prompt for request in self.prefills.values() if not request.hand_off.handed)
+        return ours + sum(request.hand_off.num_fresh for request in self.prefills.values() if not request.hand_off.handed)
 
     @property
     def num_cache_tokens(self) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from launch import host_check
 from launch.cluster import load
-from launch.host_check import device_clashes, file_hashes, port_clashes, shared_memory_clashes
+from launch.host_check import device_clashes, file_hashes, port_clashes, shared_memory_clashes, transfer_clashes
 from launch.rollcall import Collector, Here, Member, Report, compare
 from tests.launch.test_up import free_ports
 
@@ -66,6 +66,17 @@ def test_ports_that_somebody_has(tmp_path):
             f"port {taken[1]} (control port) cannot be taken: Address already in use",
         ]
     assert port_clashes(cluster, "127.0.0.1") == []
+
+
+def test_instances_that_hand_over_need_what_moves_pages(tmp_path, monkeypatch):
+    path = tmp_path / "cluster.toml"
+    path.write_text("[[unified]]\n[[prefill]]\n[[decode]]\ndp = 2\n")
+    cluster = load(path)
+    assert transfer_clashes(cluster, "127.0.0.1") == []
+    monkeypatch.setattr(host_check, "version", lambda _: None)
+    (clash,) = transfer_clashes(cluster, "127.0.0.1")
+    assert clash == "library nixl is not installed, decode0, prefill0 need it to hand pages over: pip install 'deepserve[pd]'"
+    assert transfer_clashes(cluster, "127.0.0.2") == [], "nothing of them runs there"
 
 
 def test_more_ranks_than_devices(tmp_path):
