@@ -2,19 +2,22 @@
 
 A step with k drafts yields 1 + p1 + p1 p2 + ... + p1..pk tokens of each sequence, where pj is how often draft j stood when those before it
 did. What it costs is measured: by k and by how many sequences ran, in powers of two, since drafts are nearly free for few sequences and as
-dear as any token for many. The best k may be 0. Now and then another k gets a turn, lest its figures grow old; the rarer, the longer one
-k has been the best.
+dear as any token for many. Measured first are all drafts and none; others are taken to lie on the line between their neighbours until they
+get a turn. The best k may be 0. Now and then another k gets a turn, lest its figures grow old; the rarer, the longer one k has been the
+best.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-MIN_SAMPLES = 3  # measured steps before a cost counts
-NEAR = 2  # doublings of the number of sequences over which costs by k are taken to keep their proportions until they are measured
-PROBE_EVERY, PROBE_SELDOM = 32, 256  # steps between turns of another k, at first and in the end
+MIN_SAMPLES = 2  # measured steps before a cost counts
+NEAR = 4  # doublings of the number of sequences over which costs by k are taken to keep their proportions until they are measured
+PROBE_EVERY, PROBE_SELDOM = 32, 128  # steps between turns of another k, at first and in the end
 PROBE_STEPS = 2  # of one turn: drafts of the first are verified in the second
-COST_WEIGHT = 0.1  # of a new measurement
+COST_WEIGHT, PACE_WEIGHT = 0.1, 0.5  # of a new measurement
 MAX_OUTLIER = 1.5  # times the known cost: a step that was held up tells little
-MEMORY = 1024  # drafts after which old acceptance counts for half
+MEMORY = 512  # drafts after which old acceptance counts for half
+STALE = 24  # drafts for which acceptance counts at most that was measured long ago: before a turn, where drafts were not made since
 # Before anything is known a draft is taken to stand more often than not, or nobody would try.
 PRIOR_ACCEPTED, PRIOR_DRAFTED = 3.0, 4.0
 
@@ -23,12 +26,30 @@ PRIOR_ACCEPTED, PRIOR_DRAFTED = 3.0, 4.0
 class _Load:
     """Steps of about so many sequences."""
 
-    costs: list[float]  # seconds by number of drafts; meaningless without samples
+    costs: list[float]  # by number of drafts, in seconds where the pace is 1; meaningless without samples
     num_samples: list[int]
+    pace: float = 1.0  # how slow steps are now, whatever their drafts: as those of the best show
     best: int = 0
     wait: int = PROBE_EVERY  # steps before the next turn
     interval: int = PROBE_EVERY
     num_turns: int = 0
+
+    def known(self) -> list[int]:
+        """Numbers of drafts whose cost is known."""
+        return [k for k, num in enumerate(self.num_samples) if num >= MIN_SAMPLES]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the others can be told from what is known."""
+        return min(self.num_samples[0], self.num_samples[-1]) >= MIN_SAMPLES
+
+    def line(self) -> list[float]:
+        """Costs by number of drafts of a complete load."""
+        costs = list(self.costs)
+        for low, high in pairwise(self.known()):
+            for k in range(low + 1, high):
+                costs[k] = costs[low] + (costs[high] - costs[low]) * (k - low) / (high - low)
+        return costs
 
 
 @dataclass
@@ -58,17 +79,16 @@ class DraftSchedule:
         """A step that only decoded took so long, with as many drafts verified as made."""
         load = self._load(num_seqs)
         cost, num_samples = load.costs[num_drafts], load.num_samples[num_drafts]
+        load.num_samples[num_drafts] += 1
         if num_samples < MIN_SAMPLES:
             # The first steps of a kind may be slow for reasons of their own.
-            load.costs[num_drafts] = min(cost, seconds) if num_samples else seconds
+            load.costs[num_drafts] = min(cost, seconds / load.pace) if num_samples else seconds / load.pace
+            return
+        change = min(max(seconds / (cost * load.pace), 1 / MAX_OUTLIER), MAX_OUTLIER)
+        if num_drafts == load.best:
+            load.pace *= change**PACE_WEIGHT
         else:
-            updated = cost + COST_WEIGHT * (min(seconds, MAX_OUTLIER * cost) - cost)
-            if num_drafts == load.best:
-                # A machine that has become slower or faster is so for all: what was measured long ago keeps its proportion.
-                load.costs = [known * updated / cost for known in load.costs]
-            else:
-                load.costs[num_drafts] = updated
-        load.num_samples[num_drafts] += 1
+            load.costs[num_drafts] *= change ** max(COST_WEIGHT, 1 / (num_samples + 1))
 
     def acceptance(self) -> list[float]:
         """By position: how often a draft stands if all before it do."""
@@ -87,17 +107,9 @@ class DraftSchedule:
         if not self.adaptive or not self.max_drafts:
             return self.max_drafts
         load = self._load(num_seqs)
-        guide = self._guide(num_seqs.bit_length())
-        known = [k for k, num in enumerate(load.num_samples) if num >= MIN_SAMPLES]
-        if guide is None or not known:
-            tried = range(self.max_drafts, -1, -1) if guide is None else [guide.best]
-            for num_drafts in tried:
-                if num_drafts not in known:
-                    return num_drafts
-        costs = load.costs
-        if guide is not None:
-            scale = costs[known[-1]] / guide.costs[known[-1]]
-            costs = [costs[k] if k in known else guide.costs[k] * scale for k in range(self.max_drafts + 1)]
+        costs = self._costs(num_seqs.bit_length())
+        if costs is None:
+            return self.max_drafts if load.num_samples[-1] < MIN_SAMPLES else 0
         best = max(range(self.max_drafts + 1), key=lambda k: self.tokens_per_step(k) / costs[k])
         if best != load.best:
             load.best, load.interval = best, PROBE_EVERY
@@ -105,6 +117,8 @@ class DraftSchedule:
         load.wait -= 1
         if load.wait >= 0:
             return best
+        if load.wait == -1:
+            self._forget(best)
         # One more or one fewer in turn: the neighbours of the best.
         others = [k for k in (best + 1, best - 1) if 0 <= k <= self.max_drafts]
         probed = others[load.num_turns % len(others)]
@@ -114,10 +128,25 @@ class DraftSchedule:
             load.wait = load.interval
         return probed
 
-    def _guide(self, size: int) -> _Load | None:
-        """The nearest load whose costs are all measured, if one is near."""
-        complete = [other for other, load in self._loads.items() if min(load.num_samples) >= MIN_SAMPLES and abs(other - size) <= NEAR]
-        return self._loads[min(complete, key=lambda other: abs(other - size))] if complete else None
+    def _forget(self, first: int) -> None:
+        """What was accepted at positions from `first` on shall count less than what is to be seen now."""
+        for position in range(first, self.max_drafts):
+            kept = min(1.0, STALE / self._drafted[position])
+            self._drafted[position] *= kept
+            self._accepted[position] *= kept
+
+    def _costs(self, size: int) -> list[float] | None:
+        """Costs by number of drafts at a load, of which some other load's may tell the proportions; None: neither is known."""
+        load = self._loads[size]
+        if load.complete:
+            return load.line()
+        near = [other for other in self._loads if self._loads[other].complete and abs(other - size) <= NEAR]
+        if not near:
+            return None
+        costs = self._loads[min(near, key=lambda other: abs(other - size))].line()
+        known = load.known()
+        scale = load.costs[known[-1]] / costs[known[-1]] if known else 1.0
+        return [load.costs[k] if k in known else cost * scale for k, cost in enumerate(costs)]
 
     def _load(self, num_seqs: int) -> _Load:
         size = num_seqs.bit_length()

@@ -49,18 +49,17 @@ def test_the_best_is_found_and_kept(name, num_seqs, seed):
     simulate(schedule, num_seqs, 200, acceptance, costs, seed)
     chosen = simulate(schedule, num_seqs, 1000, acceptance, costs, seed + 1)
     rates = [rate(k, acceptance, costs) for k in range(4)]
-    assert sum(rates[k] for k in chosen) / len(chosen) > 0.97 * max(rates)
+    assert sum(rates[k] for k in chosen) / len(chosen) > 0.96 * max(rates)
 
 
 def test_a_change_of_text_is_noticed(seed):
     costs = [1.0, 1.2, 1.4, 1.6]
     schedule = DraftSchedule(3)
-    simulate(schedule, 1, 500, [0.9, 0.8, 0.7], costs, seed)
-    assert simulate(schedule, 1, 100, [0.9, 0.8, 0.7], costs, seed).count(3) > 90
-    simulate(schedule, 1, 3000, [0.02, 0.02, 0.02], costs, seed)
-    assert simulate(schedule, 1, 100, [0.02, 0.02, 0.02], costs, seed).count(0) > 90
-    simulate(schedule, 1, 6000, [0.95, 0.9, 0.9], costs, seed)
-    assert simulate(schedule, 1, 100, [0.95, 0.9, 0.9], costs, seed).count(3) > 90
+    for acceptance, num_steps in (([0.9, 0.8, 0.7], 500), ([0.02, 0.02, 0.02], 2000), ([0.95, 0.9, 0.9], 4000)):
+        simulate(schedule, 1, num_steps, acceptance, costs, seed)
+        chosen = simulate(schedule, 1, 200, acceptance, costs, seed + 1)
+        rates = [rate(k, acceptance, costs) for k in range(4)]
+        assert sum(rates[k] for k in chosen) / len(chosen) > 0.94 * max(rates), acceptance
 
 
 def test_each_load_has_its_own_answer(seed):
@@ -83,6 +82,37 @@ def test_a_load_near_a_measured_one_tries_nothing_that_is_bad_there(seed):
     # Where drafts are free instead, that shows in the end.
     free = simulate(schedule, 7, 2000, [0.9, 0.9, 0.9], [2.0, 2.0, 2.0, 2.0], seed)
     assert free[-100:].count(3) > 90
+
+
+TEXTS = {"chat": [0.96, 0.55, 0.47], "prose": [0.62, 0.46, 0.5], "random": [0.01, 0.01, 0.01]}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_batches_that_empty_from_a_cold_start(text):
+    """Sixteen sequences of 4 to 60 tokens, four times: some 250 steps of all loads, with what the shipped model's cost on a CPU."""
+
+    def tokens_per_second(schedule: DraftSchedule, seed: int) -> float:
+        rng, seconds, num_tokens, pending = random.Random(seed), 0.0, 0, 0
+        for _ in range(4):
+            left = [rng.randint(4, 60) for _ in range(16)]
+            while left:
+                n, k = len(left), schedule.choose(len(left))
+                for i in range(n):
+                    drafted = min(k, pending)
+                    accepted = next((j for j in range(drafted) if rng.random() >= TEXTS[text][j]), drafted)
+                    if drafted:
+                        schedule.observe_drafts(drafted, accepted)
+                    left[i] -= 1 + accepted
+                    num_tokens += 1 + accepted
+                left = [rest for rest in left if rest > 0]
+                took = (9 + 0.23 * n + k * (2.3 + 0.22 * n)) * rng.uniform(0.95, 1.05)
+                schedule.observe_step(n, k, took)
+                seconds += took
+                pending = k
+        return num_tokens / seconds
+
+    best = max(sum(tokens_per_second(DraftSchedule(k, adaptive=False), seed) for seed in range(10)) for k in range(4))
+    assert sum(tokens_per_second(DraftSchedule(3), seed) for seed in range(10)) > 0.95 * best
 
 
 def test_fixed_means_fixed():
@@ -117,7 +147,7 @@ def test_a_machine_that_others_use_misleads_nobody(seed):
             schedule.observe_drafts(k, 0)
         schedule.observe_step(1, k, costs[k] * rng.uniform(0.9, 1.3) * (3 if step % 400 >= 200 else 1))
         chosen.append(k)
-    assert chosen[200:].count(0) > 0.97 * len(chosen[200:])
+    assert chosen[200:].count(0) > 0.95 * len(chosen[200:])
 
 
 def test_acceptance_counts_a_draft_only_where_those_before_it_stood():
