@@ -1,10 +1,12 @@
 """Speculative decoding with the shipped model on a CPU: speed with and without drafts, and how many stand.
 
-    python bench/mtp_cpu.py [--drafts 1 2 3] [--rounds 5] [--threads 1] [--json FILE]
+    python bench/mtp_cpu.py [--drafts 1 2 3] [--rounds 5] [--traffic chat] [--together 16] [--threads 1] [--json FILE]
 
 Chat: held-out exchanges of the tasks that the model was trained for (those that need none of its texts), greedy, to their end. Text:
-openings of prose, continued greedily for 64 tokens. Random: prompts of random tokens, continued at temperature 5, so that next to no
-draft stands. One sequence at a time, timed from its first token on, and 16 at once, timed from the start.
+openings of prose, continued greedily for 32 to 96 tokens. Random: prompts of random tokens, continued at temperature 5, so that next to no
+draft stands. One sequence at a time, timed from its first token on; or 16, where the next request follows when one is through, timed
+from the start until there are no more to follow. (Sixteen that all start together and are waited for would be a few of them most of the
+time, and the fewer, the more drafts make them differ.)
 
 Engines take turns request by request (or batch by batch), so that whatever else the machine does falls on all alike, and each round
 shuffles their order. A figure is the median over rounds; ratios are of the same round. On a busy machine `--clock cpu` counts the seconds
@@ -74,8 +76,10 @@ def print_acceptance(num: int, threads: int | None) -> None:
     for mode, name in (("bare", "mixed"), ("think31", "thinking")):
         engine, page = make_engine(2, False, threads), measured[name]
         jobs = held_out(num, mode)
-        for low in range(0, num, 16):
-            run(engine, jobs[low : low + 16], time.perf_counter)
+        for i, job in enumerate(jobs):
+            submit(engine, str(i), job)
+        while engine.has_work:
+            engine.step()
         load, (first, second) = engine.load(), engine.scheduler.drafts.acceptance()
         kept = 1 + load.num_accepted_tokens / load.num_drafts
         print(
@@ -86,16 +90,22 @@ def print_acceptance(num: int, threads: int | None) -> None:
         )
 
 
-def jobs_of(traffic: str, vocab_size: int) -> list[Job]:
+def jobs_of(traffic: str, num: int, vocab_size: int) -> list[Job]:
     if traffic == "chat":
-        return held_out(16, "bare")
+        return held_out(num, "bare")
+    rng = random.Random(0)
+    lengths = [rng.randint(32, 96) for _ in range(num)]
     if traffic == "text":
         tokenizer = Tokenizer.from_folder(SHIPPED_FOLDER)
-        params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-        return [Job(tokenizer.encode(text), params) for text in OPENINGS * 2]
-    rng = random.Random(0)
-    prompts = [[rng.randrange(5, vocab_size) for _ in range(24)] for _ in range(16)]
-    return [Job(prompt, SamplingParams(temperature=5.0, max_tokens=64, ignore_eos=True, seed=i)) for i, prompt in enumerate(prompts)]
+        prompts = [tokenizer.encode(OPENINGS[i % len(OPENINGS)]) for i in range(num)]
+        return [
+            Job(prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True))
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
+    return [
+        Job([rng.randrange(5, vocab_size) for _ in range(24)], SamplingParams(temperature=5.0, max_tokens=length, ignore_eos=True, seed=i))
+        for i, length in enumerate(lengths)
+    ]
 
 
 def make_engine(num_drafts: int, adaptive: bool, threads: int | None) -> Engine:
@@ -104,34 +114,47 @@ def make_engine(num_drafts: int, adaptive: bool, threads: int | None) -> Engine:
     return Engine(resolve(args), progress=False)
 
 
-def run(engine: Engine, jobs: list[Job], clock: Callable[[], float]) -> tuple[float, int]:
-    """Seconds and tokens of these jobs, all at once; of a single one, from its first token on."""
-    for i, job in enumerate(jobs):
-        engine.submit(Submit(str(i), job.prompt, validate(job.prompt, job.params, engine.limits)))
+def submit(engine: Engine, name: str, job: Job) -> None:
+    engine.submit(Submit(name, job.prompt, validate(job.prompt, job.params, engine.limits)))
+
+
+def run_one(engine: Engine, job: Job, clock: Callable[[], float]) -> tuple[float, int]:
+    """Seconds and tokens of a request that is alone, from its first token on."""
     before = engine.load().num_generated_tokens
-    if len(jobs) == 1:
-        while engine.load().num_generated_tokens == before:
-            engine.step()
-        before += 1
+    submit(engine, "0", job)
+    while engine.load().num_generated_tokens == before:
+        engine.step()
     started = clock()
     while engine.has_work:
         engine.step()
-    return clock() - started, engine.load().num_generated_tokens - before
+    return clock() - started, engine.load().num_generated_tokens - before - 1
+
+
+def run_many(engine: Engine, jobs: list[Job], together: int, clock: Callable[[], float]) -> tuple[float, int]:
+    """Seconds and tokens while `together` requests run; those that are left without a successor are not waited for."""
+    before, num_sent, started = engine.load().num_generated_tokens, 0, clock()
+    while num_sent < len(jobs) or len(engine.scheduler.running) == together:
+        while num_sent < len(jobs) and len(engine.scheduler.running) + engine.scheduler.num_waiting < together:
+            submit(engine, str(num_sent), jobs[num_sent])
+            num_sent += 1
+        engine.step()
+    took, num_tokens = clock() - started, engine.load().num_generated_tokens - before
+    engine.abort([str(i) for i in range(num_sent)])
+    return took, num_tokens
 
 
 def measure(engines: dict[str, Engine], jobs: list[Job], together: int, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     """Tokens per second of each engine in each round."""
-    batches = [jobs[low : low + together] for low in range(0, len(jobs), together)]
     rng = random.Random(1)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds + 1):
         seconds, tokens = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
-        for batch in batches:
+        for turn in [[job] for job in jobs] if together == 1 else [jobs]:
             for name in rng.sample(sorted(engines), len(engines)):
-                took, num = run(engines[name], batch, clock)
+                took, num = run_one(engines[name], turn[0], clock) if together == 1 else run_many(engines[name], turn, together, clock)
                 seconds[name] += took
                 tokens[name] += num
-        assert len(set(tokens.values())) == 1, tokens
+        assert together > 1 or len(set(tokens.values())) == 1, tokens
         if number:  # the first round warms up
             for name in engines:
                 speeds[name].append(tokens[name] / seconds[name])
@@ -144,6 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--traffic", nargs="+", default=["chat", "text", "random"])
+    parser.add_argument("--together", type=int, nargs="+", default=[1, 16], help="requests that run at once")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--exchanges", type=int, default=96, help="held-out exchanges whose acceptance is counted; 0: none")
     parser.add_argument("--json", type=Path)
@@ -154,10 +178,10 @@ def main() -> None:
     print(f"{'':<22}" + "".join(f"{name:>12}" for name in names) + f"{'adaptive/off':>14}{'adaptive/best k':>17}   acceptance by place")
     rows = []
     for traffic in args.traffic:
-        for together in (1, 16):
+        for together in args.together:
             # New ones for each row, so that the adaptive one has to find its way.
             engines = {name: make_engine(k, adaptive, args.threads) for name, (k, adaptive) in names.items()}
-            jobs = jobs_of(traffic, engines["off"].limits.vocab_size)
+            jobs = jobs_of(traffic, 16 if together == 1 else 4 * together, engines["off"].limits.vocab_size)
             speeds = measure(engines, jobs, together, args.rounds, CLOCKS[args.clock])
             to_off = statistics.median(a / off for a, off in zip(speeds["adaptive"], speeds["off"], strict=True))
             fixed = [name for name in names if name != "adaptive"]
