@@ -12,7 +12,7 @@ from hw.rules import Candidate, Decode, Facts, ModelShapes, Product, Provider, b
 
 FLASH_MLA, DEEP_GEMM, TRITON, CUBLAS, CUTLASS = "FlashMLA", "DeepGEMM", "Triton", "cuBLAS", "CUTLASS"
 FEW_ROWS = "Triton for few rows"
-DEEP_EP, NCCL = "DeepEP", "NCCL"
+ELASTIC, DEEP_EP, NCCL = "DeepEP ElasticBuffer", "DeepEP", "NCCL"
 
 # What FlashMLA's dense decode is compiled for.
 FLASH_LATENT, FLASH_ROPE, FLASH_PAGE = 512, 64, 64
@@ -47,6 +47,10 @@ class Dispatch:
     dtype: torch.dtype
     hidden_size: int
     tokens_per_rank: int  # cap of the low-latency mode
+
+
+def _elastic(shape: Dispatch) -> str:
+    return "of DeepEP 2, which needs NCCL 2.30.4 or newer; torch 2.11, for which the kernel libraries are built, has 2.28"
 
 
 def _deep_ep(shape: Dispatch) -> str | None:
@@ -139,7 +143,7 @@ UNABSORB = (Candidate(TRITON, partial(_tokens_up_to, UNABSORB_MOST_ROWS)), Candi
 DECODE = (Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
 LINEAR = (Candidate(FEW_ROWS, _few_rows_linear), Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUBLAS, takes_all))
 GROUPED = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUTLASS, _cutlass_grouped), Candidate(TRITON, takes_all))
-DISPATCH = (Candidate(DEEP_EP, _deep_ep), Candidate(NCCL, takes_all))
+DISPATCH = (Candidate(ELASTIC, _elastic), Candidate(DEEP_EP, _deep_ep), Candidate(NCCL, takes_all))
 MASKED = (Candidate(FEW_ROWS, _few_rows_masked), Candidate(DEEP_GEMM, _deep_gemm_masked), Candidate(TRITON, takes_all))
 # Who takes block-FP8 weights as they are.
 TAKES_FP8 = frozenset({FEW_ROWS, DEEP_GEMM})

@@ -89,6 +89,7 @@ def test_who_computes_the_shipped_model():
     two = inspect_model(EngineArgs(device="cuda", data_parallel_size=2))
     (dispatch,) = [provider for provider in two.providers if provider.op == "dispatch, combine"]
     assert dispatch.served_by == "NCCL" and "DeepEP: hidden size 256, it takes 2048" in dispatch.reason
+    assert "DeepEP ElasticBuffer: of DeepEP 2, which needs NCCL 2.30.4" in dispatch.reason
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
