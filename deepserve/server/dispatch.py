@@ -44,11 +44,12 @@ class HandOffOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class OpenHandOff:
     """Of a request of which nothing has come back yet."""
 
-    __slots__ = ("attempt", "handed", "num_fresh", "prefill")
+    __slots__ = ("attempt", "handed", "num_fresh", "prefill", "start_s")
 
     def __init__(self, attempt: pd.Attempt, prefill: Engine, num_fresh: int):
         self.attempt, self.prefill = attempt, prefill
         self.num_fresh = num_fresh  # tokens that the prefill rank has to compute, as far as is known here
+        self.start_s = time.perf_counter()
         self.handed = False  # the prompt is computed and the decode rank was told; before, it cannot have begun
 
 
@@ -105,6 +106,8 @@ class Dispatcher:
         if request.hand_off is not None:
             if not request.hand_off.handed:
                 return False
+            request.stats.num_hand_offs["taken"] += 1
+            request.stats.hand_off_s.observe(time.perf_counter() - request.hand_off.start_s)
             self._close(request)
         return True
 
@@ -178,6 +181,7 @@ class Dispatcher:
         self._close(request)
         self._send(engine, Abort([request.request_id]))
         if hand_off is not None:
+            request.stats.num_hand_offs["given_up"] += 1
             self._send(hand_off.prefill, _from_router(pd.GiveUp(hand_off.attempt, reason)))
 
     def _close(self, request: EngineRequest) -> None:

@@ -26,6 +26,13 @@ _GAUGES = (
         lambda load: load.num_held_pages / (load.num_pages or 1),
     ),
 )
+_PAGES = {
+    "free": lambda load: load.num_pages - load.num_held_pages - load.num_cached_pages,
+    "cached": lambda load: load.num_cached_pages,
+    "held": lambda load: load.num_held_pages - load.num_transfer_pages - load.num_quarantined_pages,
+    "in_transfer": lambda load: load.num_transfer_pages,
+    "quarantined": lambda load: load.num_quarantined_pages,
+}
 _LOAD_COUNTERS = (
     ("num_preemptions", "Sequences that gave their pages back to others.", lambda load: load.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.num_prefix_queried_tokens),
@@ -40,11 +47,12 @@ _STATS_COUNTERS = (
     ("generation_tokens", "Tokens generated.", lambda stats: stats.num_generated_tokens),
 )
 _HISTOGRAMS = (
-    ("time_to_first_token_seconds", "From submission to the first token.", lambda stats: stats.first_token_s),
-    ("inter_token_latency_seconds", "Between two tokens of a sequence.", lambda stats: stats.inter_token_s),
-    ("e2e_request_latency_seconds", "From submission to the end of a sequence.", lambda stats: stats.end_to_end_s),
-    ("request_prompt_tokens", "Prompt tokens of a request.", lambda stats: stats.prompt_tokens),
-    ("request_generation_tokens", "Tokens generated for a sequence.", lambda stats: stats.generated_tokens),
+    ("vllm:time_to_first_token_seconds", "From submission to the first token.", lambda stats: stats.first_token_s),
+    ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", lambda stats: stats.inter_token_s),
+    ("vllm:e2e_request_latency_seconds", "From submission to the end of a sequence.", lambda stats: stats.end_to_end_s),
+    ("vllm:request_prompt_tokens", "Prompt tokens of a request.", lambda stats: stats.prompt_tokens),
+    ("vllm:request_generation_tokens", "Tokens generated for a sequence.", lambda stats: stats.generated_tokens),
+    ("deepserve:hand_off_seconds", "From asking a decode rank for pages to the first token from there.", lambda stats: stats.hand_off_s),
 )
 
 
@@ -62,6 +70,11 @@ class EngineCollector(Collector):
             for engine in engines:
                 family.add_metric((self._model, engine.label), value(engine.load))
             yield family
+        family = GaugeMetricFamily("deepserve:kv_cache_pages", "Pages of the cache, by state.", labels=(*_LABELS, "state"))
+        for engine in engines:
+            for state, count in _PAGES.items():
+                family.add_metric((self._model, engine.label, state), count(engine.load))
+        yield family
         for name, text, value in _LOAD_COUNTERS:
             family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             for engine in engines:
@@ -97,8 +110,13 @@ class EngineCollector(Collector):
             for reason, count in each.num_finished.items():
                 finished.add_metric((self._model, label, reason), count)
         yield finished
+        hand_offs = CounterMetricFamily("deepserve:hand_offs", "Hand-offs to a decode rank, by result.", labels=(*_LABELS, "result"))
+        for label, each in stats:
+            for result, count in each.num_hand_offs.items():
+                hand_offs.add_metric((self._model, label, result), count)
+        yield hand_offs
         for name, text, histogram in _HISTOGRAMS:
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            family = HistogramMetricFamily(name, text, labels=_LABELS)
             for label, each in stats:
                 family.add_metric((self._model, label), histogram(each).buckets(), histogram(each).total)
             yield family

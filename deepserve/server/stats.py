@@ -13,6 +13,7 @@ END_TO_END_S = (
 )  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 FINISH_REASONS = ("stop", "length", "abort", "error")
+HAND_OFF_RESULTS = ("taken", "given_up")
 
 
 class Histogram:
@@ -40,7 +41,9 @@ class EngineStats:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.num_hand_offs = dict.fromkeys(HAND_OFF_RESULTS, 0)  # to this rank
         self.first_token_s = Histogram(FIRST_TOKEN_S)
+        self.hand_off_s = Histogram(FIRST_TOKEN_S)
         self.inter_token_s = Histogram(INTER_TOKEN_S)
         self.end_to_end_s = Histogram(END_TO_END_S)
         self.prompt_tokens = Histogram(TOKENS)

@@ -194,7 +194,9 @@ class FakeEngine:
 
     def _load(self) -> Load:
         drafts = {"num_drafts": 10, "num_draft_tokens": 20, "num_accepted_tokens": 13, "num_accepted_by_position": [9, 4]}
-        return Load(num_running=len(self._running), num_pages=64, num_held_pages=len(self._running), num_preemptions=3, **drafts)
+        pages = {"num_pages": 64, "num_held_pages": len(self._running) + 7, "num_cached_pages": 2}
+        pages |= {"num_transfer_pages": 3, "num_quarantined_pages": 4}
+        return Load(num_running=len(self._running), num_preemptions=3, **pages, **drafts)
 
     def _send(self, message):
         self._socket.send(self._encoder.encode(message))

@@ -113,7 +113,10 @@ def samples(server) -> dict[tuple, float]:
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            extra = next((sample.labels[name] for name in ("finished_reason", "le", "position") if name in sample.labels), None)
+            names = ("finished_reason", "le", "position", "result", "state")
+            extra = next((sample.labels[name] for name in names if name in sample.labels), None)
+                (sample.labels[name] for name in ("finished_reason", "le", "position", "result", "state") if name in sample.labels), None
+            )
             key = (sample.name, sample.labels.get("engine"), extra)
             assert key not in found
             found[key] = sample.value
@@ -147,6 +150,8 @@ def test_metrics_add_up(serve):
     assert total("spec_decode_num_accepted_tokens_total") == 26
     assert [total("spec_decode_num_accepted_tokens_per_pos_total", place) for place in "01"] == [18, 8]
     assert found["vllm:spec_decode_mean_acceptance_length", "0", None] == 2.3
+    pages = [found["deepserve:kv_cache_pages", "0", state] for state in ("free", "cached", "held", "in_transfer", "quarantined")]
+    assert sum(pages) == 64 and pages[1:] == [2, 0, 3, 4]
     assert engine.submitted
 
 
