@@ -115,8 +115,6 @@ def samples(server) -> dict[tuple, float]:
         for sample in family.samples:
             names = ("finished_reason", "le", "position", "result", "state")
             extra = next((sample.labels[name] for name in names if name in sample.labels), None)
-                (sample.labels[name] for name in ("finished_reason", "le", "position", "result", "state") if name in sample.labels), None
-            )
             key = (sample.name, sample.labels.get("engine"), extra)
             assert key not in found
             found[key] = sample.value
