@@ -39,7 +39,7 @@ _SIGNATURES = {
     "add_rms_norm": "ipppfiippi",
     "rope": "ipiippiiipiii",
     "latent_write": "ipipipiifppppppi",
-    "argmax": "piipi",
+    "sample": "piippppppppi",
 }
 
 

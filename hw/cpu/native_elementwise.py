@@ -1,4 +1,4 @@
-"""Norms, rotation, cache write and greedy draws by the kernels of `csrc/elementwise.cpp`. A mixin like `NativeProducts`."""
+"""Norms, rotation, cache write and draws: `csrc/elementwise.cpp` and `csrc/sampling.cpp`. A mixin like `NativeProducts`."""
 
 import torch
 
@@ -58,10 +58,11 @@ class NativeElementwise:
         return quantize_activation(q) if quant and q is not None else q, entries[:, :latent], entries[:, latent:]
 
     def sample(self, logits, inputs: SampleInputs):
-        return super().sample(logits, inputs) if inputs.any_sampled else self._best(logits)
-
-    def _best(self, logits):
         logits = logits.contiguous()
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-        self.kernels.argmax(logits.data_ptr(), *logits.shape, tokens.data_ptr(), torch.get_num_threads())
+        columns = (
+            inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.sequence_idx, inputs.position.contiguous(),
+        )  # fmt: skip
+        pointers = [column.data_ptr() for column in columns]
+        self.kernels.sample(logits.data_ptr(), *logits.shape, *pointers, tokens.data_ptr(), torch.get_num_threads())
         return tokens

@@ -95,15 +95,6 @@ void write_latents(
   }
 }
 
-// The first of the largest values.
-int64_t best_of(const float* x, int64_t count) {
-  Vec most = splat(-INFINITY);
-  by_registers(count - count % kLanes, [&](int64_t i, auto) { most = max(most, load(x + i)); });
-  float top = largest(most);
-  for (int64_t i = count - count % kLanes; i < count; ++i) top = std::max(top, x[i]);
-  return std::find(x, x + count - 1, top) - x;  // the last one if none is: all are NaN
-}
-
 }  // namespace
 
 // See Ops.add_rms_norm and, with residual and total null, Ops.rms_norm.
@@ -143,10 +134,4 @@ EXPORT void latent_write(
         table, slots, static_cast<T*>(cache), static_cast<T*>(q), static_cast<T*>(entries), static_cast<int>(threads));
   };
   is_bf16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
-}
-
-// The token of the largest of each row of logits [rows, vocab], the first one where several are.
-EXPORT void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* tokens, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * vocab >= kWorthThreads)
-  for (int64_t row = 0; row < rows; ++row) tokens[row] = best_of(logits + row * vocab, vocab);
 }
