@@ -38,7 +38,13 @@ class HandOffs:
     """Hand-offs of one rank of a prefill or decode instance."""
 
     def __init__(
-        self, role: str, place: Place, engine: Engine, send: Callable[[Any, Place | None, Message], None], adopt: Callable[[str, Any], None]
+        self,
+        role: str,
+        place: Place,
+        engine: Engine,
+        send: Callable[[Any, Place | None, Message], None],
+        adopt: Callable[[str, Any], None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         """Collective over the TP group. send: a message on a line to a place, None: the router. adopt: see `DecodeRole`.
 
@@ -46,12 +52,12 @@ class HandOffs:
         """
         if role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
-        self._engine, self._tp = engine, engine.groups.tp
+        self._engine, self._tp, self._clock = engine, engine.groups.tp, clock
         caches = engine.runner.caches
         self._transfer = open_transfer(f"{place.instance}.{engine.groups.rank}", caches)
         self._outbox: list[News] = []  # for the other ranks of the TP group
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[News])
-        self._writer = Writer(self._transfer, len(caches), self._tp.rank, self._tp.size) if role == "prefill" else None
+        self._writer = Writer(self._transfer, len(caches), self._tp.rank, self._tp.size, clock) if role == "prefill" else None
         self._prefill: PrefillRole | None = None
         self._decode: DecodeRole | None = None
         leads, scheduler = engine.groups.is_leader, engine.scheduler
@@ -86,27 +92,27 @@ class HandOffs:
     def on_message(self, line: Any, peer: Place | None, message: Message) -> None:
         """From a place, None: the router. Messages that are not for this role mean nothing to it."""
         if self._prefill is not None:
-            self._prefill.on_message(line, peer, message, time.monotonic())
+            self._prefill.on_message(line, peer, message, self._clock())
         if self._decode is not None:
-            self._decode.on_message(line, message, time.monotonic())
+            self._decode.on_message(line, message, self._clock())
 
     def abort(self, request_ids: list[str]) -> None:
         """End what these requests have here."""
         if self._prefill is not None:
             self._prefill.abort(request_ids)
         if self._decode is not None:
-            self._decode.abort(request_ids, time.monotonic())
+            self._decode.abort(request_ids, self._clock())
 
     def forget(self, line: Any) -> None:
         """A line broke: end what came on it."""
         if self._prefill is not None:
             self._prefill.forget(line)
         if self._decode is not None:
-            self._decode.forget(line, time.monotonic())
+            self._decode.forget(line, self._clock())
 
     def turn(self) -> list[SequenceOutput]:
         """Before a step is planned, and none is half told: see what has moved and act on it. News for clients."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         parts = [part for _, part in self._transfer.poll()]
         reports = [] if self._writer is None else self._writer.poll()
         if self._prefill is not None:
@@ -146,7 +152,7 @@ class HandOffs:
             case Report() if self._prefill is not None:
                 self._prefill.on_report(rank, news)
             case Arrived(part) if self._decode is not None:
-                self._decode.on_part(rank, part, time.monotonic())
+                self._decode.on_part(rank, part, self._clock())
 
     def _command(self, command: Chunk | Halt) -> None:
         self._writer.execute(command)

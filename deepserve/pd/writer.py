@@ -1,6 +1,6 @@
 """What each TP rank of a prefill instance does for a hand-off: it writes its share of the layers, and tells its leader how that goes."""
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,9 +47,9 @@ class _Job:
 class Writer:
     """Writes of one TP rank."""
 
-    def __init__(self, transfer: KVTransfer, num_regions: int, rank: int, num_ranks: int):
+    def __init__(self, transfer: KVTransfer, num_regions: int, rank: int, num_ranks: int, clock: Callable[[], float]):
         """num_regions: of the cache; rank: of num_ranks in the TP group."""
-        self._transfer, self._rank = transfer, rank
+        self._transfer, self._rank, self._clock = transfer, rank, clock
         self._share = layer_share(num_regions, rank, num_ranks)
         self._jobs: dict[Attempt, _Job] = {}
         self._names: dict[tuple[Place, int], str] = {}  # who is TP rank i of a decode rank now
@@ -68,7 +68,7 @@ class Writer:
         writes: list[Write] = []
         job.chunks.append(writes)
         part = Part(command.attempt.transfer, command.attempt.epoch, self._rank, len(job.chunks) - 1, command.is_last)
-        deadline_s = time.monotonic() + command.timeout_s
+        deadline_s = self._clock() + command.timeout_s
         try:
             for idx, description in enumerate(command.descriptions):
                 peer = self._connect(command.decode, idx, description)
