@@ -10,14 +10,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from deepserve.config import EngineArgs
 
 SPIN_COUNT = 2000
-# Exit code of a rank that ended because another one did (deepserve.engine.loop); it is never to blame.
+# Exit code of a rank that ended because another one did (deepserve.engine.loop): it is well, and never to blame.
 EXIT_PEER_LOST = 4
 # Ranks that notice a death end within moments of each other; the one that died first is looked for this long. What held a GPU takes a
 # second or more to be gone, even if it was killed.
@@ -35,6 +35,7 @@ class RankDeath:
     pid: int
     code: int  # exit code; killed by a signal: 128 + its number; of a rank that stands still: EXIT_PEER_LOST, the others' code
     ended: bool = True
+    outlived: tuple[int, ...] = ()  # pids that were lost with it, itself among them, if the instance goes on without them
 
     def __str__(self) -> str:
         if not self.ended:
@@ -94,13 +95,13 @@ class LocalInstance:
         """The rank whose death ended the instance, None while all live. Waits a moment for it to show.
 
         serving: processes of leaders of TP groups that have registered. Where the instance outlives the loss of ranks, it goes on as long
-        as one of these lives; those that are lost are started again, and this returns at once.
+        as one of these lives: what is lost is started again, told at once, and told once.
         If all that ended had lost a peer, then the peer is one that still lives: it stood still for the step timeout.
         """
         if all(process.poll() is None for process in self._processes.values()):
             return None
-        if self.args.on_rank_death == "replan" and self._replace_dead(serving):
-            return None
+        if self.args.on_rank_death == "replan" and (death := self._replace_dead(serving)):
+            return death
         deadline = time.monotonic() + BLAME_S
         while True:
             deaths = [self._death(rank) for rank, process in self._processes.items() if process.poll() is not None]
@@ -113,30 +114,37 @@ class LocalInstance:
                 return deaths[0] if stuck is None else RankDeath(stuck, self._processes[stuck].pid, EXIT_PEER_LOST, ended=False)
             time.sleep(0.01)
 
-    def _replace_dead(self, serving: Collection[int]) -> bool:
-        """Tell the others who is dead and start them again; False if nobody is left to tell. A TP group is lost as a whole."""
+    def _replace_dead(self, serving: Collection[int]) -> RankDeath | None:
+        """Tell the others who is dead and start it again, with its TP group; None if nobody is left to tell."""
         replicas = [dp for dp in range(self.args.data_parallel_size) if self._ranks(dp)[0] in self._processes]
         ended = [dp for dp in replicas if any(self._processes[rank].poll() is not None for rank in self._ranks(dp))]
         if not any(self._processes[self._ranks(dp)[0]].pid in serving for dp in replicas if dp not in ended):
-            return False
-        for dp in ended:
-            deaths = [self._death(rank) for rank in self._ranks(dp) if self._processes[rank].poll() is not None]
-            death = next((death for death in deaths if death.code != EXIT_PEER_LOST), deaths[0])
-            for rank in self._ranks(dp):
-                _end(self._processes.pop(rank))
-            self._tell("lost", *(rank + self.num_ranks * (self._lives[dp] - 1) for rank in self._ranks(dp)))
-            if time.monotonic() - self._started_s[dp] > STEADY_S:
-                self._failures[dp] = 0
-            self._failures[dp] += 1
-            again = self._failures[dp] <= MAX_FAILURES
-            what = "it is started again" if again else f"after {self._failures[dp]} times in a row it stays away"
-            print(f"deepserve: {death}; the instance goes on without it, {what}", file=sys.stderr, flush=True)
-            if again:
-                self._start_replica(dp)
-        return True
+            return None
+        dp, ranks = ended[0], self._ranks(ended[0])
+        deaths = [self._death(rank) for rank in ranks if self._processes[rank].poll() is not None]
+        death = next((death for death in deaths if death.code != EXIT_PEER_LOST), deaths[0])
+        lost = [self._processes.pop(rank) for rank in ranks]
+        for process in lost:
+            _end(process)
+        self._tell("lost", *(rank + self.num_ranks * (self._lives[dp] - 1) for rank in ranks))
+        if time.monotonic() - self._started_s[dp] > STEADY_S:
+            self._failures[dp] = 0
+        self._failures[dp] += 1
+        again = self._failures[dp] <= MAX_FAILURES
+        if again:
+            self._start_replica(dp)
+        what = "it is started again" if again else f"after {self._failures[dp]} times in a row it stays away"
+        print(f"deepserve: {death}; the instance goes on without it, {what}", file=sys.stderr, flush=True)
+        return replace(death, outlived=tuple(process.pid for process in lost))
+
+    def kill(self, pid: int) -> None:
+        """End a rank that stands still; `poll` tells of it."""
+        for process in self._processes.values():
+            if process.pid == pid:
+                process.kill()
 
     def _tell(self, *words: object) -> None:
-        """A line to every rank that lives; see `deepserve.engine.loop.Lifeline`."""
+        """A line to every rank that lives; see `deepserve.engine.pulse.Lifeline`."""
         for process in self._processes.values():
             with contextlib.suppress(OSError):  # it has just ended
                 process.stdin.write(" ".join(map(str, words)).encode() + b"\n")
@@ -170,7 +178,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def start_rank(options: dict) -> subprocess.Popen:
-    """One engine process; `options` are the fields of `deepserve.engine.loop.RankOptions`. Its stdin must be kept open."""
+    """One engine process; `options` are the fields of `deepserve.engine.pulse.RankOptions`. Its stdin must be kept open."""
     # Threads that wait for each other spin briefly, then sleep. Spinning as long as OpenMP likes makes a step ten times slower where
     # something else wants the cores; never spinning makes it three times slower where nothing does. `env` becomes the rank itself.
     command = ["env", f"GOMP_SPINCOUNT={SPIN_COUNT}", sys.executable, "-m", "deepserve.engine.loop"]

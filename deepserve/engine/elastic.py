@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from deepserve.engine.engine import Engine
-from deepserve.engine.membership import Membership
+from deepserve.engine.membership import GRACE_S, Membership
 from hw.groups import PeerLost, Rendezvous
 
 logger = logging.getLogger("deepserve.engine")
@@ -23,6 +23,8 @@ class Elastic:
     def __init__(self, engine: Engine, membership: Membership, rendezvous: Rendezvous):
         self._engine, self._membership, self._rendezvous = engine, membership, rendezvous
         self._looked_s = time.monotonic()
+        # After which the others have gone on without this rank, if it stands still.
+        self.limit_s = engine.config.args.step_timeout_s + 2 * GRACE_S
 
     def check(self) -> None:
         """Raises PeerLost if a member is known to be dead: it shows here before a collective fails, and while nothing runs."""
@@ -36,6 +38,11 @@ class Elastic:
             return False
         self._looked_s = time.monotonic()
         return bool(self._membership.applicants())
+
+    @property
+    def whole(self) -> bool:
+        """Whether nobody is missing who could apply."""
+        return len(self._membership.members) == self._engine.config.parallel.num_ranks
 
     def join(self) -> None:
         """A fresh rank, loaded, is let in by the others. Raises PeerLost where that fails."""

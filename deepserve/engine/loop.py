@@ -8,24 +8,23 @@ import logging
 import os
 import signal
 import sys
-import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import BinaryIO
 
 import msgspec
 import torch.distributed as dist
 import zmq
 
-from deepserve.config import EngineArgs
-from deepserve.control import Line, dealer
+from deepserve.control import Line
 from deepserve.engine.elastic import Elastic
 from deepserve.engine.engine import Engine, resolve
-from deepserve.engine.lockstep import Ballot, Lockstep
+from deepserve.engine.lockstep import Ballot, Lockstep, Wait
 from deepserve.engine.membership import Excluded, Membership
+from deepserve.engine.pulse import LINGER_MS, Heart, Lifeline, RankOptions
 from deepserve.engine.request import SequenceOutput
 from deepserve.engine.step import StepPlan
 from deepserve.messages import (
@@ -34,7 +33,6 @@ from deepserve.messages import (
     Drain,
     FromEngine,
     Goodbye,
-    Heartbeat,
     Leaving,
     Load,
     Outputs,
@@ -48,92 +46,13 @@ from deepserve.messages import Stop as StopNow
 from deepserve.model.checkpoint import fingerprint
 from deepserve.pd import messages as pd
 from deepserve.pd.role import HandOffs
+from deepserve.spawn import EXIT_PEER_LOST
 from hw.groups import PeerLost, Rendezvous, open_groups
 from hw.topology import ParallelConfig
 
 logger = logging.getLogger("deepserve.engine")
 
-HEARTBEAT_S = 1.0
-LINGER_MS = 1000  # for the last messages to leave
 START_TIMEOUT_S = 300.0  # by which ranks of an instance may differ in starting and in loading
-EXIT_ORPHANED = 3  # the process that started this rank is gone
-EXIT_PEER_LOST = 4  # this rank is well, another one is not
-
-
-class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is told at start."""
-
-    args: EngineArgs
-    frontends: list[str]  # ZMQ addresses to connect to; rank 0's count, it tells the others
-    instance: str = "local"
-    role: str = "unified"
-    rank: int = 0
-    life: int = 0  # how many ranks of this number came before; this one joins those that there are
-    rendezvous: str = ""  # "file:PATH" or "tcp:HOST:PORT:PREFIX"; needed with several ranks
-    address: str = "127.0.0.1"  # IPv4 address at which the other ranks of the instance reach this one
-    secret: str = ""  # of the control sockets; empty: plain ones, on loopback
-    dead_link_s: float | None = None  # after which a connection to a frontend that does not answer is made anew; None: never
-
-
-class Heart(threading.Thread):
-    """Beats to every frontend, so that a rank in a long step is slow and not dead. It has sockets of its own: ZMQ's are not shared."""
-
-    def __init__(self, context: zmq.Context, options: RankOptions, dp_rank: int):
-        super().__init__(name="heart", daemon=True)
-        self.load = Load()  # replaced by the engine thread after each step
-        self._options, self._dp_rank = options, dp_rank
-        self._context = context
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        encoder = msgspec.msgpack.Encoder()
-        options = self._options
-        # Who has not read the last beats does not miss the next one: an idle `LLM` reads nothing for hours.
-        how = {"most_waiting": 8, "secret": options.secret, "dead_link_s": options.dead_link_s}
-        sockets = [dealer(self._context, **how) for _ in options.frontends]
-        for socket, address in zip(sockets, options.frontends, strict=True):
-            socket.connect(address)
-        while not self._stopped.wait(HEARTBEAT_S):
-            beat = encoder.encode(Heartbeat(options.instance, self._dp_rank, self.load))
-            for socket in sockets:
-                with suppress(zmq.Again):
-                    socket.send(beat, zmq.NOBLOCK)
-        for socket in sockets:
-            socket.close(LINGER_MS)
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
-
-
-class Lifeline(threading.Thread):
-    """The pipe from whoever started this rank. When it ends, so does the rank, at once.
-
-    A line "drain" asks the instance, "leave" the rank's DP replica, to end in its own time; "lost 2 5" says that these members are dead.
-    """
-
-    def __init__(self, stdin: BinaryIO):
-        super().__init__(name="lifeline", daemon=True)
-        self.drain, self.leave = threading.Event(), threading.Event()
-        self.lost: set[int] = set()  # members (`deepserve.engine.membership`); never changed in place
-        self._stdin = stdin
-        self.news, self._bell = os.pipe()  # readable once there is something to look at: wakes a rank that is parked
-        os.set_blocking(self.news, False)
-
-    def run(self) -> None:
-        for line in self._stdin:
-            word, *numbers = line.decode().split()
-            if word == "lost":
-                self.lost = self.lost | set(map(int, numbers))
-            else:
-                {"drain": self.drain, "leave": self.leave}[word].set()
-            os.write(self._bell, b"!")
-        os._exit(EXIT_ORPHANED)
-
-    def hush(self) -> None:
-        """What there was to look at is being looked at."""
-        with suppress(BlockingIOError):
-            os.read(self.news, 1 << 12)
 
 
 class EngineLoop:
@@ -161,7 +80,8 @@ class EngineLoop:
             self._poller.register(line.monitor, zmq.POLLIN)
         self._home: dict[str, zmq.Socket] = {}  # request -> who sent it
         self._draining = self._leaving = self._stopping = False
-        self._heart = Heart(context, options, self._dp_rank) if leads else None
+        limit_s = None if elastic is None else elastic.limit_s
+        self._heart = Heart(context, options, self._dp_rank, limit_s=limit_s) if leads else None
         self._hand_offs: HandOffs | None = None
         if options.role != "unified":
             place = Place(options.instance, self._dp_rank)
@@ -197,6 +117,8 @@ class EngineLoop:
 
     def _step(self) -> bool:
         """One turn of the loop. Returns whether to go on."""
+        if self._heart is not None:
+            self._heart.turn_s = time.monotonic()
         self._receive()
         if self._hand_offs is not None:
             self._send_outputs(self._hand_offs.turn())
@@ -237,6 +159,7 @@ class EngineLoop:
             return Ballot(**shared)
         if self._elastic is not None:
             shared["regroup"] = self._elastic.somebody_applies
+            shared["wait"] = Wait.MESSAGE if self._elastic.whole else Wait.WHILE
         self._heart.load = self._load()
         has_work = self.engine.has_work or (hand_offs is not None and hand_offs.has_work)
         drained, shared["leaves"] = self._draining and not has_work, self._leaving and not has_work

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 import zmq
@@ -145,9 +145,9 @@ class EngineClient:
         stream.close(time.perf_counter())
 
     @property
-    def silent(self) -> str | None:
-        """Name of an engine that was dropped for silence and has not spoken since."""
-        return next((engine.name for engine in self._lost.values()), None)
+    def silent(self) -> Engine | None:
+        """One that was dropped for silence and has not spoken since."""
+        return next(iter(self._lost.values()), None)
 
     def fail_all(self, reason: str):
         """End every request with an error output and forget all engines."""
@@ -156,6 +156,13 @@ class EngineClient:
         for engine in list(self.engines.values()):
             self._remove(engine, reason)
         dispatcher.draining = was_draining
+
+    def forget(self, pids: Collection[int], reason: str):
+        """These engine processes are gone, and their peers go on."""
+        for engine in list(self.engines.values()):
+            if engine.register.pid in pids:
+                self._remove(engine, reason)
+        self._lost = {key: engine for key, engine in self._lost.items() if engine.register.pid not in pids}
 
     def drain(self):
         """Tell every engine to finish what it has and end."""

@@ -32,6 +32,7 @@ class Death(Protocol):
     """An engine process that ended; as text it says which one and how."""
 
     code: int  # exit code, 128 + its number for a signal
+    outlived: Collection[int]  # processes that are gone while the others go on; empty if this ends all
 
 
 class Spawn(Protocol):
@@ -41,6 +42,9 @@ class Spawn(Protocol):
 
     def poll(self, serving: Collection[int]) -> "Death | None":
         """The process whose end ended the others, None while there are others. serving: processes that have registered."""
+
+    def kill(self, pid: int) -> None:
+        """End a process that stands still, where the others go on."""
 
     def stop(self, grace_s: float) -> None: ...
 
@@ -113,14 +117,18 @@ class Frontend:
             said_ready = False
             while True:
                 death = None if self._spawn is None else self._spawn.poll({e.register.pid for e in self.client.engines.values()})
-                if death is not None:
+                if death is not None and death.outlived:
+                    self.client.forget(death.outlived, str(death))
+                elif death is not None:
                     self._finish(death.code if 0 < death.code < 256 else 1, f"{death} and was not told to; the server stopped")
                     return
-                if self._spawn is not None and self.client.silent:
-                    # Its process lives, so it hangs or is suspended; requests have failed already and new ones would find nobody.
-                    limit_s = self.options.engine_silence_limit_s
-                    self._finish(1, f"{self.client.silent} made no progress for {limit_s:g} s; the server stopped")
-                    return
+                if self._spawn is not None and (stuck := self.client.silent):
+                    # Its process lives, so it hangs or is suspended; requests have failed already.
+                    if not stuck.register.outlived:  # new ones would find nobody
+                        limit_s = self.options.engine_silence_limit_s
+                        self._finish(1, f"{stuck.name} made no progress for {limit_s:g} s; the server stopped")
+                        return
+                    self._spawn.kill(stuck.register.pid)
                 if not said_ready and self.state.ready:
                     said_ready = True
                     _say("ready")
