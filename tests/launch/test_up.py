@@ -32,12 +32,12 @@ class Cluster(Served):
 
     def __init__(self, folder: Path, text: str):
         port, control, *rendezvous = free_ports(2 + text.count("[["))
-        head = f'name = "test"\n[frontend]\nport = {port}\ncontrol_port = {control}\n'
-        head += f'[supervision]\nlog_dir = "{folder}/logs"\n' if "[supervision]" not in text else ""
+        tail = f"\n[frontend]\nport = {port}\ncontrol_port = {control}\n"
+        tail += f'[supervision]\nlog_dir = "{folder}/logs"\n' if "[supervision]" not in text else ""
         for each in rendezvous:
             text = text.replace("RDZV", str(each), 1)
         self.file = folder / "cluster.toml"
-        self.file.write_text(head + text.replace("LOGS", f"{folder}/logs"))
+        self.file.write_text('name = "test"\n' + text.replace("LOGS", f"{folder}/logs") + tail)
         self.start([sys.executable, "-m", "launch", "up", str(self.file)], wait_ready=True)
 
     @property
