@@ -7,13 +7,14 @@ a step may take a value to the next e4m3 one, an eighth away.
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from hw.cpu.ops import CpuOps
-from hw.quant import QuantTensor, dequantize
+from hw.quant import QuantTensor, dequantize, quantize_activation
 from hw.testing import available_backends
 from tests.deepserve.engine.driving import MINIMAL, Request, make_engine, run_together
 from tests.deepserve.engine.world import Story
@@ -59,6 +60,8 @@ class TwinOps(CpuOps):
     def linear(self, x, weight):
         if isinstance(x, torch.Tensor) and x.dtype == torch.float32:
             return super().linear(x, weight)
+        if isinstance(weight, QuantTensor) and isinstance(x, torch.Tensor):
+            x = quantize_activation(x)  # as a device does with dense rows, those of prompts' attention for one
         wide = dequantize(x) if isinstance(x, QuantTensor) else x.float()
         product = wide @ self._wide(weight).T
         return self._either_way(product) if self.by_chance else product.bfloat16()
@@ -98,23 +101,23 @@ def compare_layers(device: str, folder: Path, config: dict, monkeypatch: pytest.
     requests = [Request(prompt, params) for prompt in prompts]
     args = {"model": str(folder), "dtype": "bfloat16", "load_format": "dummy", "num_pages": 20, "max_num_seqs": 8, "num_threads": 8,
             "enable_prefix_caching": False, **args}  # fmt: skip
-    for chunk in (0, 16):
-        twin = TwinOps()
-        monkeypatch.setattr("hw.cpu.backend.CpuOps", lambda twin=twin: twin)
-        reference = make_engine(device="cpu", cpu_kernels="torch", long_prefill_token_threshold=chunk, **args)
-        engine = make_engine(device=device, long_prefill_token_threshold=chunk, **args)
-        # A device draws dummy weights of its own.
-        for ours, theirs in zip(engine.runner.model.weights(), reference.runner.model.weights(), strict=True):
-            ours.fill(theirs.target)
-        twin.prefers_absorbed = engine.backend.ops.prefers_absorbed
+    twin = TwinOps()
+    monkeypatch.setattr("hw.cpu.backend.CpuOps", lambda: twin)
+    reference, engine = make_engine(device="cpu", cpu_kernels="torch", **args), make_engine(device=device, **args)
+    # A device draws dummy weights of its own.
+    for ours, theirs in zip(engine.runner.model.weights(), reference.runner.model.weights(), strict=True):
+        ours.fill(theirs.target)
+    twin.prefers_absorbed = engine.backend.ops.prefers_absorbed
+    for chunk in (512, 16):
+        for each in (reference, engine):
+            each.scheduler.config = replace(each.scheduler.config, max_chunk_tokens=chunk)
+        twin.by_chance = False
         expected = run_together(reference, requests)
         twin.by_chance = True
         allowed = differences(run_together(reference, requests), expected)
         found = differences(run_together(engine, requests), expected)
         for name, some in ("by chance", allowed), (device, found):
-            print(
-                f"chunk {chunk}, {name}: mean {mean(some):.4f}, 9 of 10 below {tenth(some):.4f}, most {max(some):.3f}, {len(some)} values"
-            )
+            print(f"chunk {chunk}, {name}: {len(some)} values, mean {mean(some):.4f}, one in ten above {tenth(some):.4f}")
         assert len(found) >= len(allowed) // 2 > sum(map(len, prompts)) // 2 - len(prompts)
         assert mean(found) < 1.5 * mean(allowed) and tenth(found) < 1.5 * tenth(allowed)
 
