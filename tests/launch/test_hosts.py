@@ -64,10 +64,9 @@ class Process(Served):
         self.process = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=where)
         self.listen(self.process.stdout)
 
-    def rank(self) -> psutil.Process:
-        """Its one rank."""
-        (rank,) = (p for p in psutil.Process(self.process.pid).children(recursive=True) if "deepserve.engine.loop" in _command(p))
-        return rank
+    def ranks(self) -> list[psutil.Process]:
+        """Those that it has started."""
+        return [p for p in psutil.Process(self.process.pid).children(recursive=True) if "deepserve.engine.loop" in _command(p)]
 
     def kill(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -215,7 +214,8 @@ class Reader(threading.Thread):
 
 def test_a_killed_rank_takes_its_instance_and_both_come_back(two):
     """The other host's `launch up` starts its part again; the first host's is started again by hand."""
-    two.up.rank().kill()
+    (rank,) = two.up.ranks()
+    rank.kill()
     wait_until(lambda: num_engines(two) == 1, "out of routing", LEAVE_S)
     assert answer(two).status_code == 200
     two.by_hand["wide-node0"].process.wait(WAIT_S)

@@ -243,3 +243,17 @@ def test_a_killed_frontend_comes_back_and_finds_every_page(cluster, expected):
     assert {status for status, _, _ in askers.end()} <= {0, 200}
     wait_for_balance(cluster)
     assert ask(cluster, CASES[0]["prompt"]).json()["choices"][0]["text"] == expected[0]
+
+
+@pytest.mark.long
+def test_a_prefill_instance_leaves_while_decode_serves(cluster, expected):
+    """The last test here: what has ended in order is not started again."""
+    askers = begin(cluster, 40, 12)
+    (leaving, *_) = cluster.ranks("prefill0")
+    leaving.parent().terminate()
+    answers = askers.end()
+    assert [status for status, _, _ in answers] == [200] * 40
+    check_answers(answers, expected)
+    cluster.wait_for_line(r"(prefill0 ended)")
+    assert num_engines(cluster) == 2
+    assert ask(cluster, CASES[0]["prompt"]).json()["choices"][0]["text"] == expected[0]
