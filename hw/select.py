@@ -21,24 +21,24 @@ def open_backend(
     max_dispatch_tokens_per_rank: int = 128,
     num_threads: int | None = None,
     kernel_cache_dir: str | None = None,
+    cpu_kernels: str = "auto",
 ) -> Backend:
     """Load a backend for this rank; without groups it is alone. kernel_cache_dir: where compiled kernels are kept; None: its own choice.
+    cpu_kernels: of the CPU backend, "native" (compiled here), "torch", or "auto": native where they can be had.
 
     Raises ValueError for an unknown name, Unsupported for a flag that it cannot promise and for what is missing here.
     """
-    cpu_kernels: str = "auto",
     groups = groups or open_groups(ParallelConfig(), 0)
     options = {
-    cpu_kernels: of the CPU backend, "native" (compiled here), "torch", or "auto": native where they can be had.
         "batch_invariant": batch_invariant,
         "max_dispatch_tokens_per_rank": max_dispatch_tokens_per_rank,
         "num_threads": num_threads,
+        "kernel_cache_dir": kernel_cache_dir,
     }
     if name == "cpu":
         from hw.cpu.backend import open_cpu
 
         return open_cpu(groups, cpu_kernels=cpu_kernels, **options)
-        "kernel_cache_dir": kernel_cache_dir,
     if name == "cuda":
         try:
             from hw.cuda.backend import open_cuda
