@@ -108,9 +108,9 @@ def jobs_of(traffic: str, num: int, vocab_size: int) -> list[Job]:
     ]
 
 
-def make_engine(num_drafts: int, adaptive: bool, threads: int | None) -> Engine:
+def make_engine(num_drafts: int, adaptive: bool, threads: int | None, graphs: bool | None = None) -> Engine:
     speculative = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=adaptive)
-    args = EngineArgs(speculative_config=speculative, max_model_len=1024, num_threads=threads, enable_prefix_caching=False)
+    args = EngineArgs(speculative_config=speculative, max_model_len=1024, num_threads=threads, enable_prefix_caching=False, graphs=graphs)
     return Engine(resolve(args), progress=False)
 
 
