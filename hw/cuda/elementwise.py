@@ -7,6 +7,9 @@ from hw.api import Activation
 from hw.cuda.layout import masked_rows, quantized_masked_rows, quantized_rows
 from hw.cuda.triton_elementwise import rms_norm_kernel, rope_kernel, silu_mul_kernel, spread_key_kernel
 
+# Of `silu_mul` where experts have counts: programs that fill the GPU, fewest rows of an expert at once.
+_PROGRAMS, _LEAST_ROWS = 1024, 8
+
 
 def num_warps(block: int) -> int:
     """Of a program that holds one row of `block` elements."""
@@ -89,8 +92,9 @@ class ElementwiseOps:
         data, scale = (out.data, out.scale) if quant else (out, None)
         strides = x.stride(0), x.stride(1), data.stride(0), *((scale.stride(0), scale.stride(-1)) if quant else (0, 0))
         block = min(2048, triton.next_power_of_2(inner))
-        silu_mul_kernel[(num_experts * capacity, triton.cdiv(inner, block))](
-            x, data, scale, counts, inner, capacity, *strides,
+        at_once = capacity if counts is None else min(capacity, max(_LEAST_ROWS, _PROGRAMS // num_experts))
+        silu_mul_kernel[(num_experts * at_once, triton.cdiv(inner, block))](
+            x, data, scale, counts, inner, at_once, *strides,
             HAS_COUNTS=counts is not None, QUANT=quant, BLOCK=block, num_warps=num_warps(block),
         )  # fmt: skip
         return out

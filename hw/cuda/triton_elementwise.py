@@ -66,19 +66,9 @@ def rope_kernel(
     tl.store(out_ptr + token * out_token_stride + heads * out_head_stride + cols, out.to(out_ptr.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=["capacity", "scale_expert_stride", "scale_stride"])
-def silu_mul_kernel(
-    x_ptr, out_ptr, scale_ptr, counts_ptr, inner, capacity, x_expert_stride, x_stride, out_expert_stride, scale_expert_stride, scale_stride,
-    HAS_COUNTS: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid (experts * capacity, blocks of columns); x `[E, capacity, 2 * inner]`, gate first; rows beyond `counts[e]` are skipped."""
-    expert, row = tl.program_id(0).to(tl.int64) // capacity, tl.program_id(0) % capacity
-    if HAS_COUNTS:  # noqa: SIM102  (this one is the compiler's)
-        if row >= tl.load(counts_ptr + expert):
-            return
-    first = tl.program_id(1) * BLOCK
-    x_ptr += expert * x_expert_stride + row * x_stride
-    out_ptr += expert * out_expert_stride + row * inner
+@triton.jit
+def _silu_mul(x_ptr, out_ptr, scale_ptr, scale_place, scale_stride, inner, first, QUANT: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns from `first` on of one row, whose scales begin at scale_place."""
     cols = first + tl.arange(0, BLOCK)
     mask = cols < inner
     gate = tl.load(x_ptr + cols, mask, other=0.0)
@@ -87,10 +77,29 @@ def silu_mul_kernel(
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     product = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     if QUANT:
-        scale_ptr += expert * scale_expert_stride + row + first // 128 * scale_stride
-        store_quantized(product, out_ptr + first, scale_ptr, scale_stride, inner - first, BLOCK)
+        store_quantized(product, out_ptr + first, scale_ptr + scale_place + first // 128 * scale_stride, scale_stride, inner - first, BLOCK)
     else:
         tl.store(out_ptr + cols, product, mask)
+
+
+@triton.jit(do_not_specialize=["at_once", "scale_expert_stride", "scale_stride"])
+def silu_mul_kernel(
+    x_ptr, out_ptr, scale_ptr, counts_ptr, inner, at_once, x_expert_stride, x_stride, out_expert_stride, scale_expert_stride, scale_stride,
+    HAS_COUNTS: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (experts * at_once, blocks of columns); x `[E, capacity, 2 * inner]`, gate first. Without counts at_once is the capacity.
+
+    With counts a program takes every at_once-th of the `counts[e]` rows, so that a capacity of which little is used costs little.
+    """
+    expert, row, first = tl.program_id(0).to(tl.int64) // at_once, tl.program_id(0) % at_once, tl.program_id(1) * BLOCK
+    x_ptr += expert * x_expert_stride
+    out_ptr += expert * out_expert_stride
+    place = expert * scale_expert_stride
+    if HAS_COUNTS:
+        for each in range(row, tl.load(counts_ptr + expert), at_once):
+            _silu_mul(x_ptr + each * x_stride, out_ptr + each * inner, scale_ptr, place + each, scale_stride, inner, first, QUANT, BLOCK)
+    else:
+        _silu_mul(x_ptr + row * x_stride, out_ptr + row * inner, scale_ptr, place + row, scale_stride, inner, first, QUANT, BLOCK)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
