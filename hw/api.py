@@ -405,6 +405,9 @@ class Runtime(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed storage for long-lived buffers; pages that are never touched may cost no memory."""
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised storage for weights, laid out so that reading all of them is fast."""
+
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """A copy on the device, queued behind earlier work and not waited for; the array may change at once."""
 

@@ -10,6 +10,7 @@ Layers know no files and the checkpoint reader knows no layers. A rank that hold
     +----------------------+                                 +----------------------+
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -30,10 +31,11 @@ class Storage:
     device: torch.device
     fp8_block: tuple[int, int] | None = None  # None: every matrix is in `dtype`
     scale_format: ScaleFormat = "fp32"
+    empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None  # where it comes from; None: torch's own
 
     def dense(self, *shape: int) -> torch.Tensor:
         """Uninitialised, in the activations' dtype."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._empty(shape, self.dtype)
 
     def matrix(self, *shape: int, edges: tuple[int, ...] = ()) -> Matrix:
         """A weight `[N, K]`, or `[E, N, K]` of experts, that a checkpoint may hold in block-FP8.
@@ -42,9 +44,12 @@ class Storage:
         """
         if self.fp8_block is None or any(edge % block for edge in edges for block in self.fp8_block):
             return self.dense(*shape)
-        data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
-        scale = torch.empty(scale_shape(shape, self.fp8_block), dtype=torch.float32, device=self.device)
+        data = self._empty(shape, torch.float8_e4m3fn)
+        scale = self._empty(scale_shape(shape, self.fp8_block), torch.float32)
         return QuantTensor(data, scale, self.scale_format, self.fp8_block)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device) if self.empty is None else self.empty(shape, dtype)
 
 
 def rows(matrix: Matrix, start: int, stop: int) -> Matrix:

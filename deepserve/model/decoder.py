@@ -1,7 +1,7 @@
 """The decoder: where mla and moe meet. One class serves DeepSeek-V2, V3 and their kin; the config says which parts exist."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -125,7 +125,9 @@ class Decoder:
         device = device or backend.runtime.device
         rope = rope_table(config.mla, max_model_len, device)
         fp8 = config.quantization if keep_fp8 else None
-        storage = Storage(dtype, device) if fp8 is None else Storage(dtype, device, (fp8.block_n, fp8.block_k), fp8.scale_format)
+        storage = Storage(dtype, device, empty=backend.runtime.empty if device == backend.runtime.device else None)
+        if fp8 is not None:
+            storage = replace(storage, fp8_block=(fp8.block_n, fp8.block_k), scale_format=fp8.scale_format)
         build = Build(config, backend, storage, parallel, rank, num_redundant_experts, placements or {}, rope)
         self.config, self.ops, self.dtype, self.parallel, self.tp = config, backend.ops, dtype, parallel, backend.tp
         self.embedding = storage.dense(config.vocab_size, config.hidden_size)

@@ -30,6 +30,7 @@ _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 # Arguments of each kernel: pointer, int64, float.
 _SIGNATURES = {
     "product": "ipipipiippiiiiiiii",
+    "widen": "ppi",
     "gate_topk": "ppiiiiiiiifpippppi",
     "silu_mul": "ipppiiii",
     "to_experts": "pipiiiipppi",

@@ -14,6 +14,13 @@ class NativeExperts:
 
     kernels: Kernels
 
+    def gate_logits(self, x, weight):
+        if x.dtype is not torch.bfloat16 or not x.is_contiguous():
+            return super().gate_logits(x, weight)
+        wide = torch.empty(x.shape)
+        self.kernels.widen(x.data_ptr(), wide.data_ptr(), x.numel())
+        return self.linear(wide, weight)
+
     def gate_topk(self, logits, bias, rule: GateRule, replicas: Replicas):
         num_rows, num_experts = logits.shape
         logits = logits.contiguous()

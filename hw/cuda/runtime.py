@@ -50,6 +50,9 @@ class CudaRuntime:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
     def upload(self, array: np.ndarray) -> torch.Tensor:
         # From pageable memory the copy would wait for everything queued before it. numpy fills the pinned one: torch shares a copy of more
         # than 32,768 values among threads, which takes far longer than it saves.

@@ -53,6 +53,17 @@ def test_zeros_are_zero_and_writable(name: str, shape: tuple[int, ...], dtype: t
     assert zeros.float().sum() == zeros.numel()
 
 
+@BACKENDS
+def test_storage_of_weights_is_nobody_elses(name: str):
+    runtime = open_backend(name).runtime
+    shapes = [(3,), (0, 4), (1000, 33), (7, 1), (1 << 24,), (2, 3, 4), (9,)]
+    found = [runtime.empty(shape, dtype) for shape in shapes for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)]
+    for i, tensor in enumerate(found):
+        tensor.copy_(torch.full(tensor.shape, float(i)))
+    assert all((tensor.float() == i).all() for i, tensor in enumerate(found) if tensor.dtype != torch.float8_e4m3fn)
+    assert all(tensor.data_ptr() % 64 == 0 and tensor.is_contiguous() for tensor in found)
+
+
 def random_topk(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
     """Distinct experts for each token."""
     return torch.rand(num_tokens, num_experts).argsort(-1)[:, :top_k]

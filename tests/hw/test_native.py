@@ -15,7 +15,10 @@ from hw.cpu.ops import CpuOps
 from hw.select import open_backend
 from hw.testing import assert_close, tolerance
 
-ONE = 'extern "C" __attribute__((visibility("default"))) void one(long) {}'
+ONE = """#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT void one(long) {}
+EXPORT void repeat_calls(const void*, long) {}
+"""
 
 
 @pytest.fixture

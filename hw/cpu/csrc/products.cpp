@@ -18,37 +18,54 @@ constexpr int kTileRows = 2;
 #endif
 constexpr int kTileColumns = 4;
 constexpr int kBlockRows = 24;  // rows that stay in the first-level cache while weights pass
+constexpr int64_t kAheadBytes = 32 << 10;  // of weights that are on their way
+constexpr int64_t kAheadRows = 32;         // the same, where weights lie by inner rows
 
-// Rows of x times rows of w: out[i, j] = sum over k of x[i, k] * w[j, k], for kRows rows and up to four columns.
-template <class T, int kRows>
+// How weights come. A CPU fetches memory ahead where it is read from one end to the other, and hardly where four rows are read at once.
+enum class Weights {
+  kNear,    // they are in a cache
+  kInTurn,  // from memory, one row after the other: best where there is nothing but to wait for them
+  kAhead,   // from memory, all four rows at once, so that a piece of x is loaded once; those to come are asked for in time
+};
+
+// Rows of x times rows of w: out[i, j] = sum over k of x[i, k] * w[j, k], for kRows rows and up to four columns. ahead: elements from a
+// weight to the one to ask for.
+template <class T, int kRows, Weights kWeights>
 void dot_tile(const T* x, int64_t x_row, const T* const* w, T* out, int64_t out_row, int64_t inner, int columns, int64_t ahead) {
   using E = Elem<T>;
   Vec acc[kRows][kTileColumns];
-  for (auto& row : acc)
-    for (Vec& sum : row) sum = zero();
-  int64_t k = 0;
-  for (; k + E::kSize <= inner; k += E::kSize) {
-    typename E::Reg b[kTileColumns];
+  constexpr int kAtOnce = kWeights == Weights::kInTurn ? 1 : kTileColumns;
+  const int64_t whole = inner / E::kSize * E::kSize;
+  const int rest = static_cast<int>(inner - whole);
 #pragma GCC unroll 4
-    for (int j = 0; j < kTileColumns; ++j) {
-      b[j] = E::read(w[j] + k);
-      _mm_prefetch(reinterpret_cast<const char*>(w[j] + k + ahead), _MM_HINT_T0);
-    }
+  for (int left = 0; left < kTileColumns; left += kAtOnce) {
 #pragma GCC unroll 6
-    for (int i = 0; i < kRows; ++i) {
-      typename E::Reg a = E::read(x + i * x_row + k);
+    for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-      for (int j = 0; j < kTileColumns; ++j) acc[i][j] = E::dot(acc[i][j], a, b[j]);
+      for (int j = left; j < left + kAtOnce; ++j) acc[i][j] = zero();
+    for (int64_t k = 0; k < whole; k += E::kSize) {
+      typename E::Reg b[kAtOnce];
+#pragma GCC unroll 4
+      for (int j = 0; j < kAtOnce; ++j) {
+        b[j] = E::read(w[left + j] + k);
+        if constexpr (kWeights == Weights::kAhead) _mm_prefetch(reinterpret_cast<const char*>(w[left + j] + ahead + k), _MM_HINT_T1);
+      }
+#pragma GCC unroll 6
+      for (int i = 0; i < kRows; ++i) {
+        const typename E::Reg a = E::read(x + i * x_row + k);
+#pragma GCC unroll 4
+        for (int j = 0; j < kAtOnce; ++j) acc[i][left + j] = E::dot(acc[i][left + j], a, b[j]);
+      }
+    }
+    if (!rest) continue;
+#pragma GCC unroll 4
+    for (int j = left; j < left + kAtOnce; ++j) {
+      const typename E::Reg b = E::read_part(w[j] + whole, rest);
+#pragma GCC unroll 6
+      for (int i = 0; i < kRows; ++i) acc[i][j] = E::dot(acc[i][j], E::read_part(x + i * x_row + whole, rest), b);
     }
   }
-  if (int rest = static_cast<int>(inner - k)) {
-    typename E::Reg b[kTileColumns];
-    for (int j = 0; j < kTileColumns; ++j) b[j] = E::read_part(w[j] + k, rest);
-    for (int i = 0; i < kRows; ++i) {
-      typename E::Reg a = E::read_part(x + i * x_row + k, rest);
-      for (int j = 0; j < kTileColumns; ++j) acc[i][j] = E::dot(acc[i][j], a, b[j]);
-    }
-  }
+#pragma GCC unroll 6
   for (int i = 0; i < kRows; ++i) store_four(out + i * out_row, sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3]), columns);
 }
 
@@ -56,6 +73,8 @@ void dot_tile(const T* x, int64_t x_row, const T* const* w, T* out, int64_t out_
 template <class T>
 void dot_columns(
     const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
+  const int64_t row_bytes = inner * static_cast<int64_t>(sizeof(T));
+  const int64_t ahead = std::max<int64_t>(1, kAheadBytes / (kTileColumns * row_bytes)) * kTileColumns * w_row;
   for (int64_t top = 0; top < rows; top += kBlockRows) {
     const int64_t bottom = std::min(rows, top + kBlockRows);
     for (int64_t j = begin; j < end; j += kTileColumns) {
@@ -64,8 +83,10 @@ void dot_columns(
       const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, end - j));
       for (int64_t i = top; i < bottom; i += kTileRows)
         with_count<kTileRows>(std::min<int64_t>(kTileRows, bottom - i), [&](auto count) {
-          dot_tile<T, decltype(count)::value>(
-              x + i * x_row, x_row, four, out + i * out_row + j, out_row, inner, columns, kTileColumns * w_row);
+          constexpr int kRows = decltype(count)::value;
+          auto tile = dot_tile<T, kRows, Weights::kNear>;
+          if (i == 0) tile = rows > 2 ? dot_tile<T, kRows, Weights::kAhead> : dot_tile<T, kRows, Weights::kInTurn>;
+          tile(x + i * x_row, x_row, four, out + i * out_row + j, out_row, inner, columns, ahead);
         });
     }
   }
@@ -88,6 +109,9 @@ void spread_tile(const bf16* x, int64_t x_row, const bf16* w, int64_t w_row, bf1
       a = E::read_part(p, columns);
       if (both) b = E::read_part(p + w_row, columns);
     }
+    // A strip of columns is too narrow for the machine to see what comes next.
+    _mm_prefetch(reinterpret_cast<const char*>(p + kAheadRows * w_row), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(p + (kAheadRows + 1) * w_row), _MM_HINT_T1);
     pair_up(a, b, first_half, second_half);
     for (int i = 0; i < kRows; ++i) {
       uint32_t bits = x[i * x_row + k].bits;
@@ -112,6 +136,8 @@ void spread_tile(const float* x, int64_t x_row, const float* w, int64_t w_row, f
   Vec low[kRows], high[kRows];
   for (int i = 0; i < kRows; ++i) low[i] = high[i] = zero();
   for (int64_t k = 0; k < inner; ++k) {
+    _mm_prefetch(reinterpret_cast<const char*>(w + (k + kAheadRows) * w_row), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(w + (k + kAheadRows) * w_row + kLanes), _MM_HINT_T1);
     const Vec a = load_part(w + k * w_row, left), b = right ? load_part(w + k * w_row + kLanes, right) : zero();
     for (int i = 0; i < kRows; ++i) {
       const Vec value = splat(x[i * x_row + k]);
@@ -156,7 +182,7 @@ void each_group(
   if (!busy || !outer) return;
   // A few runs for each thread even out what the machine takes from one of them; shorter ones would only be counted.
   const int64_t wanted = (outer * busy + 4 * threads - 1) / (4 * threads);
-  const int64_t run = (std::clamp<int64_t>(wanted, 32, 128) + align - 1) / align * align;
+  const int64_t run = (std::clamp<int64_t>(wanted, 32, 512) + align - 1) / align * align;
   const int64_t runs = (outer + run - 1) / run;
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads)) if (threads > 1)
   for (int64_t task = 0; task < groups.count * runs; ++task) {

@@ -211,7 +211,11 @@ inline void store_four(bf16* p, __m128 x, int n) {
 #else
   __m128i bits = narrow(_mm256_castps128_ps256(x));
 #endif
-  std::memcpy(p, &bits, 2 * n);
+  if (n == 4) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bits);
+  } else {
+    std::memcpy(p, &bits, 2 * n);
+  }
 }
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
