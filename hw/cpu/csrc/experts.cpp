@@ -174,3 +174,13 @@ EXPORT void from_experts(
         static_cast<const float*>(rows), home, weight, static_cast<const float*>(shared), static_cast<float*>(out), tokens, top_k, dim,
         threads);
 }
+
+// bf16 values as fp32.
+EXPORT void widen(const void* x, void* out, int64_t count) {
+  const bf16* from = static_cast<const bf16*>(x);
+  float* to = static_cast<float*>(out);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int n = static_cast<int>(std::min<int64_t>(kLanes, count - i));
+    store_part(to + i, load_part(from + i, n), n);
+  }
+}
