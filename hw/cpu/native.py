@@ -72,7 +72,7 @@ def open_kernels(folder: str | None = None, target: str | None = None) -> Kernel
         raise NoKernels(f"no C++ compiler is here ({' or '.join(COMPILERS)})")
     threads, sources = _openmp(), sorted(SOURCES.iterdir())
     version = _run([compiler, "--version"])
-    facts = (version, target, _FLAGS, TARGETS[target], torch.__version__, threads, [(s.name, s.read_bytes()) for s in sources])
+    facts = (version, target, _FLAGS, TARGETS[target][1], torch.__version__, threads, [(s.name, s.read_bytes()) for s in sources])
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     try:
         kept = make_folder(folder)
