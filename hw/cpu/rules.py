@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
+from hw.api import Ops
 from hw.cpu.native import NoKernels, open_kernels
+from hw.cpu.native_ops import NativeOps
+from hw.cpu.ops import CpuOps
 from hw.rules import Facts, ModelShapes, Provider
-
-# Ops that the kernels serve, if all arguments are dense, fp32 or bf16.
-NATIVE = "linear, grouped_linear, grouped_linear_masked, absorb_query, unabsorb, gate_topk, silu_mul"
 
 
 def compute_dtype(checkpoint_dtype: str) -> str:
@@ -24,11 +24,10 @@ def providers(model: ModelShapes) -> list[Provider]:
         kernels = open_kernels()
     except NoKernels as error:
         return [Provider("all of Ops", "torch", f"native kernels: {error}", shape="all"), comm]
-    return [
-        Provider(NATIVE, f"native kernels for {kernels.target}", shape="dense weights"),
-        Provider("the rest", "torch", shape="all"),
-        comm,
-    ]
+    names = [name for name in vars(Ops) if not name.startswith("_")]
+    served = [name for name in names if getattr(NativeOps, name) is not getattr(CpuOps, name)]
+    native = Provider(", ".join(served), f"native kernels for {kernels.target}", shape="fp32 and bf16, dense")
+    return [native, Provider("the rest", "torch", shape="all"), comm]
 
 
 FACTS = Facts(keeps_fp8=False, compute_dtype=compute_dtype, providers=providers)
