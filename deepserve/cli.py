@@ -101,6 +101,9 @@ CompileAhead = Annotated[
 KernelCache = Annotated[
     str | None, _option("--kernel-cache-dir", help="Where compiled kernels are kept; default: ~/.cache/deepserve/kernels.", panel=_ENGINE)
 ]
+CpuKernels = Annotated[
+    str, _option("--cpu-kernels", help="native: compiled here once, by g++ or clang++; torch; auto: native if that works.", panel=_ENGINE)
+]
 Threads = Annotated[int | None, _option("--num-threads", help="CPU threads of a rank.", panel=_ENGINE)]
 StepTimeout = Annotated[
     float, _option("--step-timeout-s", "--watchdog-timeout", help="Seconds after which a rank that hangs counts as lost.", panel=_ENGINE)
@@ -124,9 +127,6 @@ Utilization = Annotated[
     _option("--memory-utilization", "--gpu-memory-utilization", "--mem-fraction-static", help="Share of free memory.", panel=_CACHE),
 ]
 
-CpuKernels = Annotated[
-    str, _option("--cpu-kernels", help="native: compiled here once, by g++ or clang++; torch; auto: native if that works.", panel=_ENGINE)
-]
 
 def _engine_args(values: dict[str, Any]) -> EngineArgs:
     found = {name: values[name] for name in EngineArgs.__struct_fields__ if name in values}
@@ -147,6 +147,9 @@ def serve(
     port: Annotated[int, _option("--port", help="Port to listen on; 0: any free one.", panel=_SERVER)] = 8000,
     served_model_name: Annotated[list[str] | None, _option("--served-model-name", help="Names clients may use.", panel=_SERVER)] = None,
     api_key: Annotated[list[str] | None, _option("--api-key", help="Key(s) that clients must send.", panel=_SERVER)] = None,
+    admin_api_key: Annotated[
+        list[str] | None, _option("--admin-api-key", help="Key(s) of routes that change the server; default: closed.", panel=_SERVER)
+    ] = None,
     chat_template: Annotated[str | None, _option("--chat-template", help="File that replaces the model's template.", panel=_SERVER)] = None,
     generation_config: Annotated[str, _option("--generation-config", help="auto: the model's defaults; none.", panel=_SERVER)] = "auto",
     max_concurrent_requests: Annotated[int, _option("--max-concurrent-requests", help="Beyond it: 429.", panel=_SERVER)] = 4096,
@@ -176,6 +179,7 @@ def serve(
     num_speculative_tokens: NumSpeculative = None,
     compile_ahead: CompileAhead = None,
     kernel_cache_dir: KernelCache = None,
+    cpu_kernels: CpuKernels = _DEFAULTS.cpu_kernels,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxTokens = _DEFAULTS.max_num_batched_tokens,
@@ -195,7 +199,6 @@ def serve(
 def generate(
     model: Model = _DEFAULTS.model,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Prompt text; may be given several times.")] = None,
-    cpu_kernels: CpuKernels = _DEFAULTS.cpu_kernels,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="One prompt a line; - reads stdin.")] = None,
     chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put each prompt through the chat template.")] = True,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")] = 256,
@@ -215,6 +218,7 @@ def generate(
     num_speculative_tokens: NumSpeculative = None,
     compile_ahead: CompileAhead = None,
     kernel_cache_dir: KernelCache = None,
+    cpu_kernels: CpuKernels = _DEFAULTS.cpu_kernels,
     num_threads: Threads = None,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxTokens = _DEFAULTS.max_num_batched_tokens,
@@ -234,7 +238,6 @@ def generate(
             outputs = llm.chat(messages, params) if chat else llm.generate(prompts, params)
     except ValueError as error:
         _fail(str(error))
-    cpu_kernels: CpuKernels = _DEFAULTS.cpu_kernels,
     for text, output in zip(prompts, outputs, strict=True):
         answer = output.outputs[0]
         if as_json:
@@ -302,6 +305,7 @@ def _serve(launcher: Callable[[EngineArgs], Any] | None, flags: dict[str, Any]) 
             num_engines=args.data_parallel_size,
             engine_silence_limit_s=args.step_timeout_s,
             api_key=tuple(flags["api_key"] or ()),
+            admin_api_key=tuple(flags["admin_api_key"] or ()),
             chat_template=flags["chat_template"],
             generation_config=flags["generation_config"],
             max_concurrent_requests=flags["max_concurrent_requests"],

@@ -64,6 +64,7 @@ class LocalInstance:
         self._lives: Counter[int] = Counter()  # of each DP replica
         self._failures: Counter[int] = Counter()  # of each DP replica, in a row
         self._started_s: dict[int, float] = {}  # the latest life of each DP replica
+        self._leaving: set[int] = set()  # DP replicas that were told to
 
     def start(self, frontend_address: str) -> None:
         """Start the ranks; they load, then the leaders of TP groups register at the frontend's ZMQ address."""
@@ -126,29 +127,50 @@ class LocalInstance:
         lost = [self._processes.pop(rank) for rank in ranks]
         for process in lost:
             _end(process)
-        self._tell("lost", *(rank + self.num_ranks * (self._lives[dp] - 1) for rank in ranks))
+        members = [rank + self.num_ranks * (self._lives[dp] - 1) for rank in ranks]
+        for process in self._processes.values():
+            _tell(process, "lost", *members)
         if time.monotonic() - self._started_s[dp] > STEADY_S:
             self._failures[dp] = 0
         self._failures[dp] += 1
         again = self._failures[dp] <= MAX_FAILURES
+        if dp in self._leaving:
+            self._leaving.remove(dp)
+            print(f"deepserve: DP replica {dp} has left the instance", file=sys.stderr, flush=True)
+            return replace(death, outlived=tuple(process.pid for process in lost))
         if again:
             self._start_replica(dp)
         what = "it is started again" if again else f"after {self._failures[dp]} times in a row it stays away"
         print(f"deepserve: {death}; the instance goes on without it, {what}", file=sys.stderr, flush=True)
         return replace(death, outlived=tuple(process.pid for process in lost))
 
+    def scale(self, dp: int) -> None:
+        """Have so many DP replicas from now on: those above finish what they have and leave, those that are missing are started.
+
+        Raises ValueError where that cannot be.
+        """
+        most = self.args.data_parallel_size
+        if self.args.on_rank_death != "replan":
+            raise ValueError("the server can be scaled if it is started with --on-rank-death replan")
+        if not 1 <= dp <= most:
+            raise ValueError(f"dp must be from 1 to {most}, what the server was started with, got {dp}")
+        present = [replica for replica in range(most) if self._ranks(replica)[0] in self._processes and replica not in self._leaving]
+        free = [replica for replica in range(most) if self._ranks(replica)[0] not in self._processes]
+        if dp > len(present) + len(free):
+            raise ValueError(f"dp {dp}: {len(self._leaving)} replicas are still about to leave, ask again once they have")
+        for replica in present[dp:]:
+            self._leaving.add(replica)
+            for rank in self._ranks(replica):
+                _tell(self._processes[rank], "leave")
+        for replica in free[: max(0, dp - len(present))]:
+            self._failures[replica] = 0
+            self._start_replica(replica)
+
     def kill(self, pid: int) -> None:
         """End a rank that stands still; `poll` tells of it."""
         for process in self._processes.values():
             if process.pid == pid:
                 process.kill()
-
-    def _tell(self, *words: object) -> None:
-        """A line to every rank that lives; see `deepserve.engine.pulse.Lifeline`."""
-        for process in self._processes.values():
-            with contextlib.suppress(OSError):  # it has just ended
-                process.stdin.write(" ".join(map(str, words)).encode() + b"\n")
-                process.stdin.flush()
 
     def _death(self, rank: int) -> RankDeath:
         code = self._processes[rank].returncode
@@ -168,6 +190,13 @@ class LocalInstance:
                 process.wait()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _tell(process: subprocess.Popen, *words: object) -> None:
+    """A line for `deepserve.engine.pulse.Lifeline`."""
+    with contextlib.suppress(OSError):  # it has just ended
+        process.stdin.write(" ".join(map(str, words)).encode() + b"\n")
+        process.stdin.flush()
 
 
 def _end(process: subprocess.Popen) -> None:

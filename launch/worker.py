@@ -97,6 +97,15 @@ class Guardian:
         code = self._process.poll()
         return None if code is None else RankDeath(self.rank, self._process.pid, 128 - code if code < 0 else code)
 
+    def kill(self, pid: int) -> None:
+        """End the rank."""
+        assert self._process is not None and self._process.pid == pid
+        self._process.kill()
+
+    def scale(self, dp: int) -> None:
+        """Raises ValueError."""
+        raise ValueError(f"dp {dp}: an instance under torchrun has the ranks that torchrun was started with")
+
     def stop(self, grace_s: float) -> None:
         """Wait for the rank to end with the others, as the frontend has told them; then cut the lifeline and reap."""
         if self._process is None:

@@ -17,7 +17,7 @@ from deepserve.server.errors import ApiError, bad_request, model_not_found, no_e
 from deepserve.server.gate import Gate
 from deepserve.server.metrics import exposition
 from deepserve.server.prepare import check_model, encode_text, needed_limits
-from deepserve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deepserve.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ScaleRequest, TokenizeRequest
 from deepserve.server.responses import Detokenized, ModelCard, ModelList, Tokenized
 from deepserve.server.state import ServerState
 
@@ -74,7 +74,7 @@ def _add_operations(app: FastAPI, state: ServerState):
     @app.get("/ready")
     async def ready() -> Response:
         if not state.ready:
-            raise no_engine(f"{len(state.client.engines)} of {state.options.num_engines} engine ranks have registered")
+            raise no_engine(f"{len(state.client.engines)} of {state.num_engines} engine ranks have registered")
         return _json({"status": "ready", "engines": len(state.client.engines)})
 
     @app.get("/metrics")
@@ -84,6 +84,20 @@ def _add_operations(app: FastAPI, state: ServerState):
     @app.get("/eplb")
     async def eplb() -> Response:
         return _json(expert_balance(state.client.engines.values()))
+
+    scale_decoder = msgspec.json.Decoder(ScaleRequest)
+
+    @app.post("/scale", openapi_extra=_body_schema(ScaleRequest))
+    async def scale(request: Request) -> Response:
+        asked = await _decode(request, scale_decoder, state)
+        if state.scale is None:
+            raise ApiError(400, "this frontend did not start the instances that it serves, so it cannot scale them")
+        try:
+            state.scale(asked.dp)
+        except ValueError as error:
+            raise bad_request(error, "dp") from error
+        state.num_engines = asked.dp
+        return Response(msgspec.json.encode({"dp": asked.dp}), status_code=202, media_type="application/json")
 
     @app.get("/version")
     async def version() -> Response:

@@ -7,6 +7,7 @@ from deepserve.server.errors import ApiError
 from deepserve.server.state import ServerState
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+ADMIN_PATHS = frozenset({"/scale"})  # they change the server, and have keys of their own
 GENERATE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 MAX_REQUEST_ID_BYTES = 256
 
@@ -18,7 +19,9 @@ class Gate:
         self._app = app
         self._state = state
         # Digests have one length, so the comparison's time says nothing about a key.
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in state.options.api_key]
+        self._keys, self._admin_keys = (
+            [hashlib.sha256(key.encode()).digest() for key in keys] for keys in (state.options.api_key, state.options.admin_api_key)
+        )
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
@@ -43,12 +46,17 @@ class Gate:
             self._state.leave()
 
     def _check_key(self, path: str, authorization: bytes):
-        if not self._keys or path in OPEN_PATHS:
+        keys = self._keys
+        if path in ADMIN_PATHS:
+            keys = self._admin_keys
+            if not keys:
+                raise ApiError(403, f"{path} is closed: the server was started without --admin-api-key", code="admin_closed")
+        if not keys or path in OPEN_PATHS:
             return
         scheme, _, key = authorization.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         # A list, not a generator: every key is compared whatever the others say.
-        right = any([hmac.compare_digest(digest, known) for known in self._keys])
+        right = any([hmac.compare_digest(digest, known) for known in keys])
         if scheme.lower() != b"bearer" or not right:
             raise ApiError(401, "missing or wrong API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 

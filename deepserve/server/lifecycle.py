@@ -46,6 +46,9 @@ class Spawn(Protocol):
     def kill(self, pid: int) -> None:
         """End a process that stands still, where the others go on."""
 
+    def scale(self, dp: int) -> None:
+        """Have so many DP replicas from now on: more are started, or some finish what they have and end. Raises ValueError."""
+
     def stop(self, grace_s: float) -> None: ...
 
 
@@ -80,6 +83,7 @@ class Frontend:
         )
         try:
             self.state = ServerState(self.options, self.client)
+            self.state.scale = None if self._spawn is None else self._spawn.scale
             server = _Server(_uvicorn_config(self.state))
             with self._signals(handle_signals):
                 return await self._serve(server)

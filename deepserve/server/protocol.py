@@ -198,6 +198,10 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     tokens: list[int]
 
 
+class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    dp: int  # DP replicas that the instance is to have
+
+
 def refuse_unsupported(request: GenerateRequest):
     """Raises ValueError for what is asked for and not there."""
     for name, (accepted, why) in NO_EFFECT.items():

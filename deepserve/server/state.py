@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     api_key: tuple[str, ...] = ()  # any of them opens the routes; empty: no key is asked for
+    admin_api_key: tuple[str, ...] = ()  # any of them opens the routes that change the server; empty: they are closed
     chat_template: str | None = None  # file that replaces the model's own
     generation_config: str = "auto"  # "none": OpenAI's sampling defaults instead of the model's
     num_engines: int = 1  # that /ready waits for
@@ -52,6 +54,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             check_secret(self.secret)
         if "" in self.api_key:
             raise ValueError("api_key is empty: leave it out to serve without a key")
+        if "" in self.admin_api_key:
+            raise ValueError("admin_api_key is empty: leave it out to close the routes that need one")
         if "" in self.served_model_name:
             raise ValueError("served_model_name is empty: clients need a name")
 
@@ -71,6 +75,8 @@ class ServerState:
         self.longest_token_bytes = max(len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size))
         self.defaults = sampling_defaults(options)
         self.created = int(time.time())
+        self.num_engines = options.num_engines
+        self.scale: Callable[[int], None] | None = None  # to so many DP replicas; None: somebody else started the instances
         self.draining = False
         self.num_in_flight = 0
         self._idle = asyncio.Event()
@@ -82,7 +88,7 @@ class ServerState:
 
     @property
     def ready(self) -> bool:
-        return self.healthy and len(self.client.engines) >= self.options.num_engines
+        return self.healthy and len(self.client.engines) >= self.num_engines
 
     def enter(self):
         self.num_in_flight += 1

@@ -17,10 +17,23 @@ from launch.worker import Guardian
 from tests.deepserve.serving import WAIT_S, Served
 from tests.deepserve.test_rank_death import SMALL, Stream, ranks_of, suspended
 
-NUM_TOKENS = 150
+NUM_TOKENS = 100
 MOVING = json.dumps({"num_redundant_experts": 4, "step_interval": 7, "window_size": 16, "tolerance": 0, "hysteresis": 0})
 # Drafts, moves and asynchronous steps are under way when somebody dies.
-FLAGS = ("--on-rank-death", "replan", "--batch-invariant", "--num-speculative-tokens", "1", "--eplb-config", MOVING, "--async-scheduling", "--cpu-kernels", "torch")
+FLAGS = (
+    "--on-rank-death",
+    "replan",
+    "--batch-invariant",
+    "--num-speculative-tokens",
+    "1",
+    "--eplb-config",
+    MOVING,
+    "--async-scheduling",
+    "--cpu-kernels",
+    "torch",
+    "--admin-api-key",
+    "root",
+)
 
 
 def prompts(num: int) -> list[str]:
@@ -120,6 +133,35 @@ def test_a_dead_tp_rank_takes_only_its_replica_along():
         wait_until_whole(server, 4)
         assert leaders[0].is_running() and not leaders[1].is_running()
         assert all(map(ended_well, streams_of(server, 4)))
+
+
+def scale(server: Served, dp: object, key: str = "root") -> httpx.Response:
+    return httpx.post(server.url + "/scale", json={"dp": dp}, headers={"authorization": f"Bearer {key}"})
+
+
+def test_scaling_down_and_up_while_serving(server: Served, undisturbed: list):
+    wait_until_whole(server, 3)
+    before = by_rank(server, 3)
+    streams = streams_of(server, 6)
+    for stream in streams:
+        stream.wait_for_first()
+    assert scale(server, 1).status_code == 202
+    assert all(map(ended_well, streams)), "who leaves finishes what it has"
+    assert [told(stream.events) for stream in streams] == undisturbed
+    _, alive = psutil.wait_procs([before[1], before[2]], WAIT_S)
+    assert not alive and before[0].is_running()
+    assert [told(stream.wait_for_end(WAIT_S)) for stream in streams_of(server, 1)] == undisturbed[:1]
+    assert scale(server, 3).status_code == 202
+    wait_until_whole(server, 3)
+    assert [told(stream.wait_for_end(WAIT_S)) for stream in streams_of(server, 6)] == undisturbed
+    assert before[0].is_running() and server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_scaling_that_is_refused(server: Served):
+    assert scale(server, 2, key="guest").status_code == 401
+    for dp, sentence in ((0, "dp must be from 1 to 3"), (4, "dp must be from 1 to 3"), ("2", "Expected `int`, got `str`")):
+        reply = scale(server, dp)
+        assert reply.status_code == 400 and sentence in reply.json()["error"]["message"]
 
 
 @pytest.mark.long

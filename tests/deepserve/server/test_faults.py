@@ -208,6 +208,9 @@ class DyingSpawn:
     def poll(self, serving):
         return self.death
 
+    def scale(self, dp: int):
+        raise ValueError(f"dp {dp}: this one cannot be scaled")
+
     def stop(self, grace_s: float):
         self.stopped = True
 

@@ -18,6 +18,7 @@ from deepserve.server.state import ServerOptions
 class Spawn:
     def start(self, address): print("engine-address", address, file=sys.stderr, flush=True)
     def poll(self, serving): return None
+    def scale(self, dp): pass
     def stop(self, grace_s): pass
 
 sys.exit(run_server(ServerOptions(model_path=sys.argv[1], port=int(sys.argv[2])), Spawn()))

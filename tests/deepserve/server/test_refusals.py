@@ -223,6 +223,18 @@ def test_api_key(serve):
             assert server.http.get(path, headers={"authorization": value}).status_code == 200
 
 
+def test_admin_routes(serve):
+    """Closed without a key of their own; with one, the others' keys do not open them."""
+    closed = serve(api_key=("secret",))
+    assert check(closed.http.post("/scale", json={"dp": 1}), 403)["code"] == "admin_closed"
+    server = serve(api_key=("secret",), admin_api_key=("root",))
+    assert check(server.http.post("/scale", json={"dp": 1}, headers={"authorization": "Bearer secret"}), 401)
+    answer = server.http.post("/scale", json={"dp": 1}, headers={"authorization": "Bearer root"})
+    assert "did not start the instances" in check(answer, 400)["message"]
+    with pytest.raises(ValueError, match="admin_api_key is empty"):
+        serve(admin_api_key=("",))
+
+
 def test_too_many_requests(serve):
     server = serve(max_concurrent_requests=2)
     engine = server.engine(hold_after=1)
