@@ -190,6 +190,7 @@ def test_a_killed_prefill_rank_costs_nobody_an_answer(cluster, expected):
     wait_for_balance(cluster)
 
 
+@pytest.mark.long
 def test_a_killed_decode_rank_ends_its_requests_with_errors(cluster, expected):
     askers = begin(cluster, 40, 200)
     (rank, *_) = cluster.ranks("decode0")
