@@ -166,10 +166,11 @@ class Balancer:
 
     def _move(self) -> None:
         assert self._migration is not None
+        layout = self._layout
         for row in self._migration.advance():
             self._current[row] = self._wanted[row]
             self.num_moved_experts += int(self._num_coming[row])
-            self._layers[row].place(Placement(self._layout.num_logical, self._layout.num_ranks, tuple(self._current[row].tolist())))
+            self._layers[row].place(Placement(layout.num_logical, layout.num_ranks, tuple(self._current[row].tolist()), layout.num_nodes))
         if self._migration.done:
             self._migration = None
 

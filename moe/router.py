@@ -7,13 +7,12 @@ from hw.api import Replicas
 
 
 def replicas_of(placement: Placement, device: torch.device, *, rank: int = 0, width: int | None = None) -> Replicas:
-    """A rank's copy of a placement, on its device.
+    """A rank's copy of a placement, on its device: which slots its tokens take by turns.
 
-    Each rank begins with another replica of an expert: tokens take them in turn by their row, and small batches are all first rows.
     width: most replicas of an expert in any placement that may follow; None: none follows.
     """
     width = width or placement.max_replicas
-    turned = [slots[rank % len(slots) :] + slots[: rank % len(slots)] for slots in placement.log2phy]
+    turned = placement.turns_of(rank)
     table = [slots + (slots[0],) * (width - len(slots)) for slots in turned]
     counts = torch.tensor([len(slots) for slots in turned], dtype=torch.int64, device=device)
     return Replicas(torch.tensor(table, dtype=torch.int64, device=device), counts)

@@ -43,7 +43,10 @@ def initial_placements(config: EngineConfig) -> dict[int, Placement]:
     layers = (*config.model.moe_layers, *range(mtp.first_layer_idx, mtp.first_layer_idx + mtp.num_layers))
     profile = LoadProfile.read(Path(config.eplb.load_profile), layers, layout.num_logical)
     rows = rebalance(profile.load(), layout).tolist()
-    return {layer: Placement(layout.num_logical, layout.num_ranks, tuple(row)) for layer, row in zip(profile.layers, rows, strict=True)}
+    return {
+        layer: Placement(layout.num_logical, layout.num_ranks, tuple(row), layout.num_nodes)
+        for layer, row in zip(profile.layers, rows, strict=True)
+    }
 
 
 def prepare_moves(model: Decoder, backend: Backend, groups: Groups) -> torch.Tensor:
@@ -85,7 +88,7 @@ def regroup_experts(config: EngineConfig, model: Decoder, backend: Backend, grou
     for number, layer in enumerate(layers):
         held = [row[number * width :][:num] for row, (num, _, _) in zip(rows, facts, strict=True)]
         phy2log = chain.from_iterable(cover(held, layout.num_logical, layout.slots_per_rank))
-        unread += layer.hold(Placement(layout.num_logical, world.size, tuple(phy2log)), world.rank)
+        unread += layer.hold(Placement(layout.num_logical, world.size, tuple(phy2log), layout.num_nodes), world.rank)
     return unread
 
 

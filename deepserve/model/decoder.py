@@ -55,7 +55,7 @@ class DecoderLayer:
         if config.is_moe_layer(layer_idx):
             assert config.moe is not None
             placement = build.placements.get(layer_idx) or initial_placement(
-                config.moe.num_experts, build.parallel.ep, build.num_redundant_experts
+                config.moe.num_experts, build.parallel.ep, build.num_redundant_experts, build.parallel.nodes
             )
             ep_rank = build.parallel.place(build.rank).ep
             self.moe = MoELayer(config.moe, build.backend, placement, ep_rank, prefix=f"{prefix}.mlp", storage=storage)

@@ -32,6 +32,25 @@ def test_ranks_begin_with_different_replicas():
     assert second.tolist() == [4, 0, 3, 4]
 
 
+def test_tokens_stay_on_their_node_as_far_as_replicas_stay_even():
+    # Experts 0 and 1 have a replica on each of two nodes; 2 has both on the first one, which also takes those of 3 on the second.
+    placement = Placement(4, 4, (0, 1, 2, 2, 0, 1, 3, 3), num_nodes=2)
+    first = [[sorted(turns) for turns in replicas_of(placement, CPU, rank=rank).slots[:3].tolist()] for rank in (0, 3)]
+    assert first == [[[0, 0], [1, 1], [2, 3]], [[4, 4], [5, 5], [2, 3]]]
+    for num_nodes in (2, 3, 4):
+        slots = torch.cat((torch.arange(6), torch.randint(6, (18,))))[torch.randperm(24)]
+        placement = Placement(6, 12, tuple(slots.tolist()), num_nodes)
+        taken, local = torch.zeros(24), torch.zeros(6)
+        for rank in range(12):
+            for expert, turns in enumerate(placement.turns_of(rank)):
+                taken += torch.bincount(torch.tensor(turns), minlength=24) / len(turns)
+                local[expert] += sum(slot * num_nodes // 24 == rank * num_nodes // 12 for slot in turns) / len(turns)
+        for expert, replicas in enumerate(placement.log2phy):
+            assert torch.allclose(taken[list(replicas)], torch.tensor(12 / len(replicas)))
+            on_node = torch.bincount(torch.tensor(replicas) * num_nodes // 24, minlength=num_nodes) / len(replicas)
+            assert torch.allclose(local[expert], 12 * on_node.clamp(max=1 / num_nodes).sum()), "more could have stayed"
+
+
 def test_an_update_is_as_good_as_new_and_keeps_its_storage():
     for rank in (0, 3):
         replicas = replicas_of(initial_placement(5, 3, 4), CPU, rank=rank, width=5)
