@@ -108,18 +108,18 @@ def test_tokens_equal_the_reference_over_the_full_grid(case, references, engine_
 
 
 @pytest.fixture(scope="session")
-def alone(folder_of: Callable[[str], Path], references: Callable[[str], list[Reference]]) -> Callable[[str], list[Answer]]:
+def alone(folder_of: Callable[[str], Path], references: Callable[[str], list[Reference]]) -> Callable[..., list[Answer]]:
     """`alone("v3")`: batch-invariant answers to a model's prompts, each with the engine to itself, uncut; computed once."""
-    made: dict[str, list[Answer]] = {}
+    made: dict[tuple[str, str], list[Answer]] = {}
 
-    def get(kind: str) -> list[Answer]:
-        if kind not in made:
-            case = Case(kind, "alone", None, prefix_cache=False, preempt=False)
+    def get(kind: str, kernels: str = "native") -> list[Answer]:
+        if (kind, kernels) not in made:
+            case = Case(kind, "alone", None, prefix_cache=False, preempt=False, kernels=kernels)
             engine = Engine(resolve(engine_args(folder_of(kind), case, batch_invariant=True)), progress=False)
             found = [pair for reference in references(kind) for pair in run(engine, [reference], prompt_logprobs=True)]
             compare(found)
-            made[kind] = [answer for _, answer in found]
-        return made[kind]
+            made[kind, kernels] = [answer for _, answer in found]
+        return made[kind, kernels]
 
     return get
 
@@ -134,16 +134,16 @@ def check_bits(engine: Engine, case: Case, references: list[Reference], alone: l
 
 
 @pytest.mark.parametrize("way", BITWISE, ids=lambda way: str(Case("", *way))[2:])
-@pytest.mark.parametrize("kind", ("deepserve-tiny", "v2", "v3"))
-def test_batch_invariant_logprobs_have_the_same_bits_in_company(kind, way, references, alone, engine_for):
-    case = Case(kind, *way)
-    check_bits(engine_for(case, batch_invariant=True), case, references(kind), alone(kind))
+@pytest.mark.parametrize(("kind", "kernels"), [("deepserve-tiny", "native"), ("v2", "native"), ("v3", "native"), ("v3", "torch")])
+def test_batch_invariant_logprobs_have_the_same_bits_in_company(kind, kernels, way, references, alone, engine_for):
+    case = Case(kind, *way, kernels=kernels)
+    check_bits(engine_for(case, batch_invariant=True), case, references(kind), alone(kind, kernels))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", [case for case in FULL if case.company != "alone"], ids=str)
 def test_batch_invariant_logprobs_have_the_same_bits_over_the_full_grid(case, references, alone, engine_for):
-    check_bits(engine_for(case, batch_invariant=True), case, references(case.kind), alone(case.kind))
+    check_bits(engine_for(case, batch_invariant=True), case, references(case.kind), alone(case.kind, case.kernels))
 
 
 def scale_an_expert(engine: Engine) -> None:
@@ -189,6 +189,7 @@ def test_a_planted_error_is_found(plant, references, engine_for):
 
 
 def test_an_engine_whose_bits_depend_on_company_is_found(references, alone, engine_for):
-    case = Case("v3", "16 prompts", 7, prefix_cache=False, preempt=False)
+    """The native kernels' do not, asked for or not."""
+    case = Case("v3", "16 prompts", 7, prefix_cache=False, preempt=False, kernels="torch")
     with pytest.raises(AssertionError, match="prompt of"):
-        check_bits(engine_for(case, batch_invariant=False), case, references("v3"), alone("v3"))
+        check_bits(engine_for(case, batch_invariant=False), case, references("v3"), alone("v3", "torch"))

@@ -44,6 +44,7 @@ def engine_args(folder: Path, case: Case, *, batch_invariant: bool = False) -> E
         async_scheduling=case.asynchronous,
         speculative_config=SpeculativeConfig(num_speculative_tokens=case.num_drafts, adaptive=case.adaptive),
         num_threads=1,
+        cpu_kernels=case.kernels,
     )
 
 

@@ -20,16 +20,21 @@ class Case:
     asynchronous: bool = False  # each step is planned before the result of the one before it is known
     num_drafts: int = 0  # that the MTP module makes behind each draw
     adaptive: bool = False  # so many at most
+    kernels: str = "native"  # of the CPU: compiled here, or torch's
 
     def __str__(self) -> str:
         chunk = "whole" if self.chunk is None else f"chunks of {self.chunk}"
         cache = "prefix cache" if self.prefix_cache else "no cache"
-        flags = {"preempted": self.preempt, "async": self.asynchronous, "adaptive": self.adaptive}
+        flags = {"preempted": self.preempt, "async": self.asynchronous, "adaptive": self.adaptive, "torch": self.kernels == "torch"}
         drafts = [f"{self.num_drafts} drafts"] if self.num_drafts else []
         return ", ".join((self.kind, self.company, chunk, cache, *(name for name, on in flags.items() if on), *drafts))
 
 
-FULL = [Case(*values) for values in product(KINDS, COMPANIES, CHUNKS, (True, False), (True, False), (True, False))]
+FULL = [
+    Case(*values, kernels=kernels)
+    for values in product(KINDS, COMPANIES, CHUNKS, (True, False), (True, False), (True, False))
+    for kernels in ("native", "torch")
+]
 
 
 def pairs(case: Case) -> set[tuple]:
@@ -40,18 +45,18 @@ def pairs(case: Case) -> set[tuple]:
 # Any two settings of different columns meet in one of these.
 PAIRWISE = [
     Case("deepserve-tiny", "16 prompts", 7, True, True, True),
-    Case("deepserve-tiny", "alone", 64, False, True, False),
+    Case("deepserve-tiny", "alone", 64, False, True, False, kernels="torch"),
     Case("deepserve-tiny", "16 prompts", None, False, False, True),
     Case("v2", "16 prompts", 7, False, True, False),
-    Case("v2", "16 prompts", 64, True, False, False),
+    Case("v2", "16 prompts", 64, True, False, False, kernels="torch"),
     Case("v2", "alone", None, True, True, True),
     Case("v2-lite", "alone", 7, False, False, False),
     Case("v2-lite", "16 prompts", 64, True, True, True),
-    Case("v2-lite", "16 prompts", None, False, True, False),
+    Case("v2-lite", "16 prompts", None, False, True, False, kernels="torch"),
     Case("v3", "16 prompts", 7, True, False, False),
     Case("v3", "16 prompts", 64, False, True, True),
-    Case("v3", "alone", None, True, True, True),
-    Case("moonlight", "16 prompts", 7, False, True, False),
+    Case("v3", "alone", None, True, True, True, kernels="torch"),
+    Case("moonlight", "16 prompts", 7, False, True, False, kernels="torch"),
     Case("moonlight", "alone", 64, True, False, True),
     Case("moonlight", "16 prompts", None, True, True, True),
 ]
