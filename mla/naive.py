@@ -34,8 +34,8 @@ def naive_prefill(
         return ops.mla_prefill(q, k, v, meta.queries, known, scale, causal=True)[0]
     k, v = ops.expand_latent(latent, key, kv_up, nope)
     out, lse = ops.mla_prefill(q, k, v, meta.queries, meta.queries, scale, causal=True)
-    contexts = meta.seq_lens - meta.queries.starts.diff()  # lengths on the device, so that nothing is sent there
     for first, lens in context_pieces(meta.context_lens, workspace_tokens):
+        contexts = meta.seq_lens - meta.queries.starts.diff()  # lengths on the device, so that nothing is sent there
         entries = ops.latent_gather(cache, meta.page_table, first, lens)
         k, v = ops.expand_latent(entries[:, : latent.shape[1]], entries[:, latent.shape[1] :], kv_up, nope)
         ends = (contexts - max(first)).clamp(0, max(lens)).cumsum(0, dtype=torch.int32)

@@ -107,8 +107,9 @@ class MoELayer:
 
     def turns(self, x: Activation, step: ExpertStep) -> Turns[torch.Tensor]:
         """`forward`. In an overlapped step a turn ends where rows are about to travel, and the next one sends them."""
-        shared = self.runtime.beside(lambda: None if self.shared is None else self.shared.forward(x.rows(self.shared.takes_quant)))
         routed = self.route(x.rows(quantized=False))
+        # After the gate, whose small kernels would wait for multiprocessors behind the shared experts' large ones.
+        shared = self.runtime.beside(lambda: None if self.shared is None else self.shared.forward(x.rows(self.shared.takes_quant)))
         if self.load is not None:
             chosen = routed.topk_idx.flatten()
             self.load[int(step.mode is ExpertMode.LOW_LATENCY)].index_add_(0, chosen, self._one.expand(chosen.numel()))
