@@ -1,8 +1,8 @@
 """Products of each head with its own matrix, around absorbed attention: kernels of ours for few tokens, cuBLAS for many."""
 
 import torch
-import triton
 
+from hw.cuda.launch import cdiv, power_of_2
 from hw.cuda.layout import GROUP, quantized_rows
 from hw.cuda.quantize import quantize
 from hw.cuda.rules import ABSORB, TRITON, UNABSORB, Absorb
@@ -24,13 +24,12 @@ class AbsorbOps:
             torch.bmm(q[..., :nope].transpose(0, 1), w_uk, out=out[..., :latent].transpose(0, 1))
             self.rope(q[..., nope:], positions, table, out=out[..., latent:])
             return out
-        block_m, block_n, tiles = (16, 64, 4) if num_tokens <= 16 else (64, 128, 1)
-        half = (dim - nope) // 2
-        grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(latent, block_n * tiles) + 1, num_heads)
+        block_m, block_n, half = 16 if num_tokens <= 16 else 64, 128, (dim - nope) // 2
+        grid = (cdiv(num_tokens, block_m), cdiv(latent, block_n) + 1, num_heads)
         absorb_query_kernel[grid](
             q, w_uk, positions, table, out, num_tokens, q.stride(0), q.stride(1), w_uk.stride(0), w_uk.stride(1), out.stride(0),
-            out.stride(1), nope, latent, half, BLOCK_M=block_m, BLOCK_K=max(16, triton.next_power_of_2(nope)), BLOCK_N=block_n, TILES=tiles,
-            BLOCK_HALF=triton.next_power_of_2(half), NUM_STAGES=4, num_warps=4,
+            out.stride(1), nope, latent, half, BLOCK_M=block_m, BLOCK_K=max(16, power_of_2(nope)), BLOCK_N=block_n,
+            BLOCK_HALF=power_of_2(half), num_warps=4,
         )  # fmt: skip
         return out
 
@@ -47,11 +46,11 @@ class AbsorbOps:
         rows = quantized_rows(num_tokens, num_heads * value, out.device) if quant else None
         data = torch.empty((num_tokens, num_heads * value), dtype=out.dtype, device=out.device) if rows is None else rows.data
         if num_tokens:
-            block_m = 16 if num_tokens <= 16 else 64 if num_tokens <= 128 else 128
-            unabsorb_kernel[(triton.cdiv(num_tokens, block_m), num_heads)](
+            block_m = 16 if num_tokens <= 32 else 64 if num_tokens <= 128 else 128
+            block_k, num_warps = (128, 4) if block_m == 16 else (128, 8) if num_tokens <= 64 else (64, 8 if block_m == 128 else 4)
+            unabsorb_kernel[(cdiv(num_tokens, block_m), num_heads)](
                 out, w_uv, data, None if rows is None else rows.scale, num_tokens, out.stride(0), out.stride(1), w_uv.stride(0),
                 w_uv.stride(1), data.stride(0), 0 if rows is None else rows.scale.stride(1), value, latent,
-                QUANT=quant, BLOCK_M=block_m, BLOCK_K=128 if block_m == 16 else 64, BLOCK_N=max(16, triton.next_power_of_2(value)),
-                NUM_STAGES=3, num_warps=8 if block_m == 128 else 4,
+                QUANT=quant, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_N=max(16, power_of_2(value)), NUM_STAGES=3, num_warps=num_warps,
             )  # fmt: skip
         return data if rows is None else rows

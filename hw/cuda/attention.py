@@ -4,10 +4,10 @@ from itertools import accumulate
 from types import ModuleType
 
 import torch
-import triton
 
 from hw.api import LatentDims
 from hw.cuda.decode import triton_decode
+from hw.cuda.launch import cdiv, power_of_2
 from hw.cuda.layout import quantized_rows
 from hw.cuda.rules import DECODE, FLASH_LATENT, FLASH_MLA
 from hw.cuda.triton_elementwise import latent_gather_kernel, latent_write_kernel
@@ -39,8 +39,8 @@ class AttentionOps:
             latent_write_kernel[(num_tokens, 1 if q is None else 2)](
                 down, q_norm, kv_norm, positions, table, slots, cache, data, scale, latent, key,
                 down.stride(0), 0 if scale is None else scale.stride(1), q_rank, rank, half, eps,
-                HAS_Q=q is not None, QUANT=scale is not None, BLOCK_Q=triton.next_power_of_2(max(1, q_rank)),
-                BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(half),
+                HAS_Q=q is not None, QUANT=scale is not None, BLOCK_Q=power_of_2(max(1, q_rank)),
+                BLOCK_RANK=power_of_2(rank), BLOCK_HALF=power_of_2(half),
             )  # fmt: skip
         return q, latent, key
 
@@ -51,10 +51,10 @@ class AttentionOps:
         if not out.shape[0]:
             return out
         places = send(torch.tensor([first, lens, list(accumulate(lens[:-1], initial=0))]), cache.device)
-        grid = (len(lens), triton.cdiv(max(lens), _GATHER_ROWS))
+        grid = (len(lens), cdiv(max(lens), _GATHER_ROWS))
         latent_gather_kernel[grid](
             cache, page_table, places, out, len(lens), page_table.stride(0), page_size, dim,
-            ROWS=_GATHER_ROWS, BLOCK_DIM=triton.next_power_of_2(dim),
+            ROWS=_GATHER_ROWS, BLOCK_DIM=power_of_2(dim),
         )  # fmt: skip
         return out
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 
+from hw.cuda.launch import cdiv, power_of_2
 from hw.cuda.triton_decode import decode_kernel, join_splits_kernel
 
 _PROGRAMS = 132  # one for each multiprocessor of an H200
@@ -40,15 +40,15 @@ def triton_decode(q, cache, page_table, seq_lens, max_seq_len: int, latent: int,
     num_seqs, query_len, num_heads, dim = q.shape
     num_rows, page_size, rope = query_len * num_heads, cache.shape[1], dim - latent
     cut = tiles(q.dtype, num_seqs, num_rows, latent, rope)
-    num_blocks = triton.cdiv(num_rows, cut.rows)
-    num_splits = max(1, min(_PROGRAMS // (num_seqs * num_blocks), triton.cdiv(max_seq_len, cut.tokens), _MOST_SPLITS))
+    num_blocks = cdiv(num_rows, cut.rows)
+    num_splits = max(1, min(_PROGRAMS // (num_seqs * num_blocks), cdiv(max_seq_len, cut.tokens), _MOST_SPLITS))
     out = torch.empty((num_seqs, query_len, num_heads, latent), dtype=q.dtype, device=q.device)
     lse = torch.empty((num_seqs, query_len, num_heads), device=q.device)
     parts, part_lse = out, lse
     if num_splits > 1:
         parts = torch.empty((num_splits, *out.shape), device=q.device)
         part_lse = torch.empty((num_splits, *lse.shape), device=q.device)
-    block_l, block_r = (max(16, triton.next_power_of_2(size)) for size in (latent, rope))
+    block_l, block_r = (max(16, power_of_2(size)) for size in (latent, rope))
     decode_kernel[(num_blocks, num_splits, num_seqs)](
         q, cache, page_table, seq_lens, parts, part_lse, q.stride(0), q.stride(1), q.stride(2), page_table.stride(0),
         num_heads, num_rows, query_len, page_size, latent, rope, scale, num_splits,
@@ -56,9 +56,9 @@ def triton_decode(q, cache, page_table, seq_lens, max_seq_len: int, latent: int,
         ONE_PAGE=page_size % cut.tokens == 0, SPLIT=num_splits > 1, num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        block_splits = triton.next_power_of_2(num_splits)
+        block_splits = power_of_2(num_splits)
         block = min(block_l, max(32, _JOIN // block_splits))
-        join_splits_kernel[(num_seqs * num_rows, triton.cdiv(latent, block))](
+        join_splits_kernel[(num_seqs * num_rows, cdiv(latent, block))](
             parts, part_lse, out, lse, num_seqs * num_rows, latent, num_splits, BLOCK_SPLITS=block_splits, BLOCK_L=block,
         )  # fmt: skip
     return out, lse

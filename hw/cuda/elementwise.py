@@ -1,9 +1,9 @@
 """Ops that pass once over rows, in Triton."""
 
 import torch
-import triton
 
 from hw.api import Activation
+from hw.cuda.launch import cdiv, power_of_2
 from hw.cuda.layout import masked_rows, quantized_masked_rows, quantized_rows
 from hw.cuda.triton_elementwise import rms_norm_kernel, rope_kernel, silu_mul_kernel, spread_key_kernel
 
@@ -22,9 +22,9 @@ def spread_key(key: torch.Tensor, out: torch.Tensor) -> None:
     assert key.stride(1) == out.stride(2) == 1, (key.stride(), out.stride())
     if not out.numel():
         return
-    width = triton.next_power_of_2(dim)
-    heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // width))
-    spread_key_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
+    width = power_of_2(dim)
+    heads = min(power_of_2(num_heads), max(1, 4096 // width))
+    spread_key_kernel[(num_tokens, cdiv(num_heads, heads))](
         key, out, key.stride(0), out.stride(0), out.stride(1), num_heads, dim, BLOCK_HEADS=heads, BLOCK_DIM=width
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ class ElementwiseOps:
         num_rows, width = x.shape
         if not num_rows:
             return
-        block = triton.next_power_of_2(width)
+        block = power_of_2(width)
         data, scale, scale_stride = (
             (None, None, 0) if forms.quant is None else (forms.quant.data, forms.quant.scale, forms.quant.scale.stride(1))
         )
@@ -68,9 +68,9 @@ class ElementwiseOps:
         assert out.shape == x.shape and out.stride(2) == 1, (out.shape, out.stride())
         if not out.numel():
             return out
-        half = triton.next_power_of_2(dim // 2)
-        heads = min(triton.next_power_of_2(num_heads), max(1, 1024 // half))
-        grid = (num_tokens, triton.cdiv(num_heads, heads))
+        half = power_of_2(dim // 2)
+        heads = min(power_of_2(num_heads), max(1, 1024 // half))
+        grid = (num_tokens, cdiv(num_heads, heads))
         rope_kernel[grid](
             x, positions, table, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), num_heads, dim // 2,
             BLOCK_HEADS=heads, BLOCK_HALF=half,
@@ -91,9 +91,9 @@ class ElementwiseOps:
             return out
         data, scale = (out.data, out.scale) if quant else (out, None)
         strides = x.stride(0), x.stride(1), data.stride(0), *((scale.stride(0), scale.stride(-1)) if quant else (0, 0))
-        block = min(2048, triton.next_power_of_2(inner))
+        block = min(2048, power_of_2(inner))
         at_once = capacity if counts is None else min(capacity, max(_LEAST_ROWS, _PROGRAMS // num_experts))
-        silu_mul_kernel[(num_experts * at_once, triton.cdiv(inner, block))](
+        silu_mul_kernel[(num_experts * at_once, cdiv(inner, block))](
             x, data, scale, counts, inner, at_once, *strides,
             HAS_COUNTS=counts is not None, QUANT=quant, BLOCK=block, num_warps=num_warps(block),
         )  # fmt: skip

@@ -7,9 +7,9 @@ low latency  x [E, cap, D]    expert e: | real rows | unused up to cap |   cap =
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from hw.api import Activation, Dispatched, ExpertMode, ExpertRows, ExpertStep, Rows
+from hw.cuda.launch import cdiv, power_of_2
 from hw.cuda.layout import ALIGN_ROWS, masked_rows, quantized_masked_rows, quantized_rows
 from hw.cuda.triton_dispatch import combine_kernel, count_kernel, place_kernel, scatter_rows_kernel
 from hw.quant import QuantTensor
@@ -52,15 +52,13 @@ class LocalExpertComm:
         counts = torch.empty((num_local_experts,), dtype=torch.int32, device=device)
         if step.mode is ExpertMode.THROUGHPUT:
             align = ALIGN_ROWS if quant else 1
-            _place(topk_phy, home, counts, align=align)
+            ends = None if counts_host is not None else torch.empty_like(counts)
+            _place(topk_phy, home, counts, ends, align=align)
             # Waiting for the counts would cost more than rows that nobody needs.
-            layout = ExpertRows(counts_host, align)
+            layout = ExpertRows(counts_host, align, ends=ends)
             num_rows = most_rows(topk_phy, num_local_experts, align) if counts_host is None else layout.starts[-1]
             if quant:
                 layout = replace(layout, experts=torch.full((num_rows,), -1, dtype=torch.int32, device=device))
-            if counts_host is None:
-                padded = counts if align == 1 else (counts + (align - 1)) // align * align
-                layout = replace(layout, ends=padded.cumsum(0, dtype=torch.int32))
             sorted_rows = quantized_rows(num_rows, width, device) if quant else rows.new_empty(num_rows, width)
             _scatter(rows, topk_phy, home, sorted_rows, experts=layout.experts)
             return Dispatched(step.mode, sorted_rows, counts, layout, LocalHandle(home))
@@ -68,7 +66,7 @@ class LocalExpertComm:
         # A token meets an expert at most once, so num_tokens rows are enough for each expert.
         few = topk_phy.numel() <= _FEW_ROWS
         if not few:
-            _place(topk_phy, home, counts, capacity=num_tokens)
+            _place(topk_phy, home, counts, None, capacity=num_tokens)
         shape = num_local_experts, num_tokens, width
         masked = quantized_masked_rows(*shape, device) if quant else masked_rows(*shape, rows.dtype, device)
         _scatter(rows, topk_phy, home, masked, counts=counts if few else None)
@@ -103,24 +101,26 @@ def combine_rows(y: torch.Tensor, home: torch.Tensor, topk_weight: torch.Tensor,
     assert shared is None or shared.is_contiguous(), shared.stride()
     out = torch.empty((num_tokens, width), dtype=y.dtype, device=y.device)
     if num_tokens:
-        block = min(_COLUMNS, triton.next_power_of_2(width))
-        combine_kernel[(num_tokens, triton.cdiv(width, block))](
+        block = min(_COLUMNS, power_of_2(width))
+        combine_kernel[(num_tokens, cdiv(width, block))](
             y, home, topk_weight, shared, out, y.shape[-2], y.stride(0), width, TOP_K=top_k, HAS_SHARED=shared is not None,
                 BLOCK=block,
         )  # fmt: skip
     return out
 
 
-def _place(topk_phy: torch.Tensor, home: torch.Tensor, counts: torch.Tensor, *, capacity: int = 0, align: int = 1) -> None:
-    """Home of each (token, k) row and rows of each expert. Experts lie `capacity` rows apart, or if 0 follow each other, aligned."""
+def _place(topk_phy: torch.Tensor, home: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor | None, *, capacity=0, align=1) -> None:
+    """Home of each (token, k) row and rows of each expert. Experts lie `capacity` rows apart, or if 0 follow each other, aligned; then also
+    where each ends, as `ExpertRows.ends`.
+    """
     num_experts, num_rows = counts.shape[0], topk_phy.numel()
-    num_blocks = max(1, triton.cdiv(num_rows, _ROWS))
+    num_blocks = max(1, cdiv(num_rows, _ROWS))
     block_counts = torch.empty((num_experts, num_blocks), dtype=torch.int32, device=counts.device)
     grid = (num_experts, num_blocks)
     count_kernel[grid](topk_phy, block_counts, num_rows, BLOCK=_ROWS)
     place_kernel[grid](
-        topk_phy, block_counts, home, counts, num_rows, capacity, align,
-        BLOCK=_ROWS, EXPERTS=triton.next_power_of_2(num_experts), BLOCKS=triton.next_power_of_2(num_blocks),
+        topk_phy, block_counts, home, counts, ends, num_rows, capacity, align,
+        BLOCK=_ROWS, EXPERTS=power_of_2(num_experts), BLOCKS=power_of_2(num_blocks),
     )  # fmt: skip
 
 
@@ -146,5 +146,5 @@ def _scatter(
         data, x.scale if quant else None, topk_phy, home, out_data, out.scale if quant else None, experts, counts,
         data.stride(0), *(x.scale.stride() if quant else (0, 0)), num_rows, out_data.shape[-2], *strides, width,
         TOP_K=topk_phy.shape[1], PLACE=place, QUANT=quant, HAS_EXPERTS=experts is not None,
-        BLOCK=min(8192, max(128, triton.next_power_of_2(width))), num_warps=4,
+        BLOCK=min(8192, max(128, power_of_2(width))), num_warps=4,
     )  # fmt: skip

@@ -5,12 +5,15 @@ import triton
 import triton.language as tl
 
 from hw.api import GateRule, Replicas
-from hw.cuda.small_gemm import sum_splits
-from hw.cuda.triton_gate_product import gate_product_kernel, gate_row_kernel
+from hw.cuda.launch import cdiv, launched, power_of_2
+from hw.cuda.rules import MOST_AT_ONCE
+from hw.cuda.small_gemm import row_by_row, sum_splits
+from hw.cuda.triton_gate_product import gate_product_kernel
 
-# The product of rows with the gate's weight: channels of a tile, programs that fill the GPU, most pieces of K; channels of a row taken
-# at once where there is one row.
-_BLOCK_K, _PROGRAMS, _MOST_SPLITS, _MOST_AT_ONCE = 64, 132, 56, 8192
+# The product of rows with the gate's weight: channels of a tile, programs that fill the GPU, most pieces of K.
+_BLOCK_K, _PROGRAMS, _MOST_SPLITS = 64, 132, 56
+# Most rows, and logits of all, up to which one row at a time is faster.
+_FEW_ROWS, _FEW_LOGITS = 8, 1024
 
 
 @triton.jit
@@ -20,6 +23,7 @@ def _first_best(values, ids, BIG: tl.constexpr):
     return best, tl.min(tl.where(values == best, ids, BIG), 0)
 
 
+@launched
 @triton.jit
 def _gate_kernel(
     logits_ptr, bias_ptr, slots_ptr, counts_ptr, idx_ptr, phy_ptr, weight_ptr, num_experts, group_size, scaling, max_replicas,
@@ -85,11 +89,11 @@ class GateOps:
         if x.dtype != torch.bfloat16:
             return torch.nn.functional.linear(x.float(), weight)
         out = torch.empty((num_rows, num_experts), device=x.device)
-        if num_rows == 1 and inner <= _MOST_AT_ONCE:
-            gate_row_kernel[(num_experts, 1)](
-                x, weight, out, num_experts, inner, x.stride(0), BLOCK_K=triton.next_power_of_2(inner), num_warps=4
-            )  # fmt: skip
-        elif num_rows:
+        if not num_rows:
+            return out
+        if num_rows <= _FEW_ROWS and num_rows * num_experts <= _FEW_LOGITS and inner <= MOST_AT_ONCE:
+            row_by_row(x, weight, out, block_n=1)
+        else:
             _gate_product(x, weight, out)
         return out
 
@@ -104,10 +108,10 @@ class GateOps:
         _gate_kernel[(num_tokens,)](
             logits, bias, replicas.slots, replicas.counts, idx, phy, weight, num_experts, num_experts // rule.num_groups, rule.scaling,
             replicas.slots.shape[1],
-            TOP_K=rule.top_k, K_BLOCK=triton.next_power_of_2(rule.top_k), NUM_GROUPS=rule.num_groups, TOPK_GROUPS=rule.topk_groups,
-            GROUP_BLOCK=triton.next_power_of_2(rule.num_groups), BLOCK=triton.next_power_of_2(num_experts),
+            TOP_K=rule.top_k, K_BLOCK=power_of_2(rule.top_k), NUM_GROUPS=rule.num_groups, TOPK_GROUPS=rule.topk_groups,
+            GROUP_BLOCK=power_of_2(rule.num_groups), BLOCK=power_of_2(num_experts),
             SIGMOID=rule.scoring == "sigmoid", HAS_BIAS=bias is not None, TOP2_SUM=rule.group_score == "top2_sum",
-            NORMALIZE=rule.normalize,
+            NORMALIZE=rule.normalize, num_warps=1,
         )  # fmt: skip
         return idx, phy, weight
 
@@ -115,9 +119,9 @@ class GateOps:
 def _gate_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     num_rows, (num_experts, inner) = x.shape[0], weight.shape
     block_e, block_t = 16 if num_experts <= 16 else 64, 16 if num_rows <= 16 else 64 if num_rows <= 128 else 128
-    tiles_e, tiles_t, num_blocks = triton.cdiv(num_experts, block_e), triton.cdiv(num_rows, block_t), triton.cdiv(inner, _BLOCK_K)
-    blocks_per_split = triton.cdiv(num_blocks, max(1, min(_PROGRAMS // (tiles_e * tiles_t), _MOST_SPLITS)))
-    num_splits = triton.cdiv(num_blocks, blocks_per_split)
+    tiles_e, tiles_t, num_blocks = cdiv(num_experts, block_e), cdiv(num_rows, block_t), cdiv(inner, _BLOCK_K)
+    blocks_per_split = cdiv(num_blocks, max(1, min(_PROGRAMS // (tiles_e * tiles_t), _MOST_SPLITS)))
+    num_splits = cdiv(num_blocks, blocks_per_split)
     part = out if num_splits == 1 else torch.empty((num_splits, *out.shape), device=out.device)
     gate_product_kernel[(tiles_e, tiles_t, num_splits)](
         x, weight, part, num_rows, num_experts, inner, x.stride(0), blocks_per_split,

@@ -9,10 +9,10 @@ from dataclasses import replace
 from types import ModuleType
 
 import torch
-import triton
 
 from hw.api import ExpertRows, Matrix, Rows
 from hw.cuda.elementwise import spread_key
+from hw.cuda.launch import cdiv
 from hw.cuda.layout import ALIGN_ROWS, masked_rows, whole
 from hw.cuda.quantize import quantize, quantize_masked
 from hw.cuda.rules import CUTLASS, DEEP_GEMM, FEW_ROWS, GROUPED, LINEAR, MASKED, TAKES_FP8
@@ -22,6 +22,8 @@ from hw.cuda.upload import send
 from hw.quant import QuantTensor, dequantize
 from hw.rules import Candidate, Product, choose
 
+_MOST_CHOSEN = 4096  # products of some number of rows whose library is remembered
+
 
 class GemmOps:
     """See `hw.api.Ops`. `deep_gemm`: the library, or None to run every shape on the composites."""
@@ -29,6 +31,7 @@ class GemmOps:
     def __init__(self, deep_gemm: ModuleType | None):
         self._deep_gemm = deep_gemm
         self._absent_products = frozenset({FEW_ROWS, DEEP_GEMM}) if deep_gemm is None else frozenset()
+        self._chosen: dict[tuple, str] = {}  # asking the tables takes longer than the rest of a product's launch
 
     def quantizes(self, weight, dtype):
         table = LINEAR if len(weight.shape) == 2 else MASKED
@@ -99,7 +102,14 @@ class GemmOps:
 
     def _library(self, candidates: tuple[Candidate, ...], rows: int, dtype: torch.dtype, weight: Matrix) -> str:
         """Who does this product."""
-        return choose("product", candidates, Product.of(rows, dtype, weight), self._absent_products).served_by
+        key = id(candidates), rows, dtype, weight.shape, weight.block if isinstance(weight, QuantTensor) else None
+        library = self._chosen.get(key)
+        if library is None:
+            if len(self._chosen) >= _MOST_CHOSEN:
+                self._chosen.clear()
+            library = choose("product", candidates, Product.of(rows, dtype, weight), self._absent_products).served_by
+            self._chosen[key] = library
+        return library
 
     def _deep_gemm_contiguous(self, x: Rows, weight: QuantTensor, layout: ExpertRows) -> torch.Tensor:
         """DeepGEMM wants each expert's rows to start at a multiple of 128; rows in another layout go there and their results come back."""
@@ -169,7 +179,7 @@ def _triton_masked(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, 
     x = whole(x)
     num_experts, capacity, _ = out.shape
     blocks = _blocks(capacity, x)
-    num_tiles = num_experts * triton.cdiv(capacity, blocks["BLOCK_M"])
+    num_tiles = num_experts * cdiv(capacity, blocks["BLOCK_M"])
     _launch(x, weight, out, counts, None, num_tiles, (capacity, x.shape[1]), blocks)
 
 
@@ -177,7 +187,7 @@ def _launch(x, weight, out, counts, tiles, num_tiles, capacities, blocks) -> Non
     """With `counts` masked, with `tiles` contiguous. `capacities`: rows of an expert, and from one expert's first to the next one's."""
     outer, inner = weight.shape[1:]
     assert x.stride(-1) == 1 and weight.stride(2) == 1 and x.dtype == weight.dtype, (x.stride(), weight.stride())
-    grid = (num_tiles, triton.cdiv(outer, blocks["BLOCK_N"]))
+    grid = (num_tiles, cdiv(outer, blocks["BLOCK_N"]))
     grouped_kernel[grid](
         x, weight, out, counts, tiles, num_tiles, *capacities, inner, outer, x.stride(-2), weight.stride(0), weight.stride(1),
         MASKED=tiles is None, **blocks,

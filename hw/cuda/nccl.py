@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from hw.cuda.launch import cdiv
 from hw.cuda.triton_ranks import sum_parts_kernel
 from hw.groups import Group, Rendezvous, in_order
 
@@ -60,7 +60,7 @@ class NcclGroup(Group):
         parts = self.all_to_all(x, lens, [mine] * self.size)
         out = torch.empty((mine, *x.shape[1:]), dtype=x.dtype, device=x.device)
         if out.numel():
-            sum_parts_kernel[(triton.cdiv(out.numel(), _BLOCK),)](parts, out, out.numel(), PARTS=self.size, BLOCK=_BLOCK)
+            sum_parts_kernel[(cdiv(out.numel(), _BLOCK),)](parts, out, out.numel(), PARTS=self.size, BLOCK=_BLOCK)
         return out
 
     def gather_columns(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor | None:

@@ -1,7 +1,6 @@
 """Attention of prompts: a kernel for Hopper where the shape fits it, one for every other shape, and the join of partial results."""
 
 import torch
-import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -9,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hw.api import Segments
 from hw.cuda.elementwise import num_warps
 from hw.cuda.gluon_prefill import BLOCK_M, BLOCK_N, KEY_DIM, VALUE_DIM, hopper_prefill_kernel
+from hw.cuda.launch import cdiv, power_of_2
 from hw.cuda.triton_prefill import merge_kernel, prefill_kernel
 
 _SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -34,7 +34,7 @@ class PrefillOps:
         out_a, lse_a, out_b, lse_b = (x.contiguous() for x in (out_a, lse_a, out_b, lse_b))
         out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
         if out.numel():
-            block = triton.next_power_of_2(out.shape[-1])
+            block = power_of_2(out.shape[-1])
             merge_kernel[(lse.numel(),)](
                 out_a, lse_a, out_b, lse_b, out, lse, out.shape[-1], BLOCK=block, num_warps=num_warps(block)
             )  # fmt: skip
@@ -73,8 +73,8 @@ def _general(q, k, v, q_segments: Segments, k_segments: Segments, scale: float, 
     num_heads, key_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
     # The key dim in two parts: the largest power of two within it, and what is left.
     part_a = max(16, 1 << (key_dim.bit_length() - 1))
-    part_b = 0 if key_dim <= part_a else max(16, triton.next_power_of_2(key_dim - part_a))
-    part_v = max(16, triton.next_power_of_2(value_dim))
+    part_b = 0 if key_dim <= part_a else max(16, power_of_2(key_dim - part_a))
+    part_v = max(16, power_of_2(value_dim))
     blocks = prefill_blocks(q.dtype, longest)
     exact = part_a + part_b == key_dim and part_v == value_dim
     tma = exact and q.dtype == torch.bfloat16 and all(_bulk_copies(x) for x in (k, v))
@@ -85,7 +85,7 @@ def _general(q, k, v, q_segments: Segments, k_segments: Segments, scale: float, 
             TensorDescriptor.from_tensor(x.view(x.shape[0], -1), [blocks["BLOCK_N"], width])
             for x, width in zip(sources, widths, strict=True)
         )
-    prefill_kernel[(triton.cdiv(longest, blocks["BLOCK_M"]), num_heads, len(q_segments.lens))](
+    prefill_kernel[(cdiv(longest, blocks["BLOCK_M"]), num_heads, len(q_segments.lens))](
         q, *sources, q_segments.starts, k_segments.starts, out, lse, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), num_heads, key_dim, value_dim, scale,
         CAUSAL=causal, TMA=tma, BLOCK_A=part_a, BLOCK_B=part_b, BLOCK_V=part_v, **blocks,

@@ -1,8 +1,8 @@
 """FP8 quantisation of activations, on its own or at the end of another pass over rows."""
 
 import torch
-import triton
 
+from hw.cuda.launch import cdiv
 from hw.cuda.layout import GROUP, quantized_masked_rows, quantized_rows
 from hw.cuda.triton_quantize import quantize_kernel
 from hw.quant import QuantTensor
@@ -30,7 +30,7 @@ def _launch(x: torch.Tensor, counts: torch.Tensor | None, data: torch.Tensor, sc
     if not x.numel():
         return
     num_groups = inner // GROUP
-    quantize_kernel[(num_experts * capacity, triton.cdiv(num_groups, _GROUPS))](
+    quantize_kernel[(num_experts * capacity, cdiv(num_groups, _GROUPS))](
         x, counts, data, scale, x.stride(0), x.stride(1), capacity, data.stride(0) // inner, scale.stride(2), num_groups,
         HAS_COUNTS=counts is not None, GROUPS=_GROUPS,
     )  # fmt: skip

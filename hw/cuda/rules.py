@@ -22,7 +22,9 @@ FEW_SEQUENCES, FEW_QUERIES = 8, 16
 LARGE_WEIGHT = 1 << 20
 # Most rows for which kernels of ours that read the weight at full speed beat DeepGEMM's: of `linear`, and of each expert. The first number
 # is that of the kernel whose warps cut K; the second that of the one whose programs do. FEW_ROWS_DENSE: of `linear` in bf16.
-WARPS_CUT_K_MOST_ROWS, FEW_ROWS_LINEAR, FEW_ROWS_EXPERT, FEW_ROWS_DENSE = 8, 16, 16, 4
+WARPS_CUT_K_MOST_ROWS, FEW_ROWS_LINEAR, FEW_ROWS_EXPERT, FEW_ROWS_DENSE = 8, 16, 16, 8
+# Most channels for which a kernel takes a row at once.
+MOST_AT_ONCE = 8192
 
 # What DeepEP's low-latency kernels are compiled for, and the tokens of a rank that its send queues hold.
 DEEP_EP_WIDTHS, DEEP_EP_MOST_TOKENS = (2048, 2560, 4096, 5120, 6144, 7168, 8192), 511
@@ -97,7 +99,8 @@ def _few_rows_linear(shape: Product) -> str | None:
     elif shape.dtype != torch.bfloat16:
         reason = f"activations in {shape.dtype}, it takes {torch.bfloat16}"
     else:
-        reason = f"K {shape.inner} is no multiple of 64" if shape.inner % 64 else None
+        odd = shape.inner % 128 or shape.inner > MOST_AT_ONCE
+        reason = f"K {shape.inner} is no multiple of 128 up to {MOST_AT_ONCE}" if odd else None
     return reason or (f"more than {most} rows" if shape.rows > most else None)
 
 

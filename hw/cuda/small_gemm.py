@@ -1,11 +1,11 @@
 """Products of few rows: how the kernels of `hw.cuda.triton_small_gemm` are cut. Sizes are those that an H200 liked best."""
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hw.cuda.launch import cdiv, power_of_2
 from hw.cuda.rules import WARPS_CUT_K_MOST_ROWS
-from hw.cuda.triton_small_gemm import few_rows_kernel, split_k_kernel, sum_splits_kernel
+from hw.cuda.triton_small_gemm import few_rows_kernel, row_kernel, split_k_kernel, sum_splits_kernel
 from hw.quant import QuantTensor
 
 _PROGRAMS = 528  # of the kernel whose programs cut K: four a multiprocessor
@@ -17,28 +17,39 @@ def few_rows_linear(x: torch.Tensor | QuantTensor, weight: torch.Tensor | QuantT
 
     FP8 rows are best as `hw.cuda.layout.quantized_rows` lays them.
     """
-    num_rows, (outer, inner) = x.shape[0], weight.shape
-    out = torch.empty((num_rows, outer), dtype=torch.bfloat16, device=weight.data.device)
+    num_rows = x.shape[0]
+    out = torch.empty((num_rows, weight.shape[0]), dtype=torch.bfloat16, device=weight.data.device)
     if not isinstance(x, QuantTensor):
-        _warps_cut_k(x.contiguous()[None], None, weight[None], None, out[None], None, 4)
+        if num_rows == 1:
+            row_by_row(x, weight, out, block_n=4)
+        else:
+            _warps_cut_k(x.contiguous()[None], None, weight[None], None, out[None], None)
     elif num_rows <= WARPS_CUT_K_MOST_ROWS:
-        split = 8 if inner >= 4096 else 4
-        _warps_cut_k(x.data[None], x.scale[None], weight.data[None], weight.scale.float()[None], out[None], None, split)
+        _warps_cut_k(x.data[None], x.scale[None], weight.data[None], weight.scale.float()[None], out[None], None)
     else:
         _programs_cut_k(x, weight, out)
     return out
 
 
+def row_by_row(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, block_n: int) -> None:
+    """Write `x @ weight.T` to `out`, with sums in fp32: x `[T, K]`, weight `[N, K]`, K at most `MOST_AT_ONCE`, out `[T, N]`."""
+    num_rows, (outer, inner) = x.shape[0], weight.shape
+    assert x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous(), (x.stride(), weight.stride(), out.stride())
+    row_kernel[(cdiv(outer, block_n), num_rows)](
+        x, weight, out, outer, inner, x.stride(0), BLOCK_N=block_n, BLOCK_K=power_of_2(inner), num_warps=8
+    )  # fmt: skip
+
+
 def few_rows_masked(x: torch.Tensor | QuantTensor, weight: torch.Tensor | QuantTensor, counts: torch.Tensor, out: torch.Tensor) -> None:
     """Write to `out` the product of each expert's first `counts[e]` rows; layouts as in `hw.cuda.layout`, both sides FP8 or both dense."""
     if isinstance(x, QuantTensor):
-        _warps_cut_k(x.data, x.scale, weight.data, weight.scale.float(), out, counts, 4)
+        _warps_cut_k(x.data, x.scale, weight.data, weight.scale.float(), out, counts)
     else:
         x = x if _rows_follow(x) else x.contiguous()
-        _warps_cut_k(x, None, weight, None, out, counts, 4)
+        _warps_cut_k(x, None, weight, None, out, counts)
 
 
-def _warps_cut_k(x, x_scale, weight, weight_scale, out, counts, split: int) -> None:
+def _warps_cut_k(x, x_scale, weight, weight_scale, out, counts) -> None:
     num_experts, capacity, outer = out.shape
     inner = x.shape[2]
     if not out.numel():
@@ -47,18 +58,26 @@ def _warps_cut_k(x, x_scale, weight, weight_scale, out, counts, split: int) -> N
     fp8 = x_scale is not None
     if fp8 and capacity > 1 and x_scale.stride(1) != 1:
         x_scale = x_scale.mT.contiguous().mT
-    block_t = min(16, triton.next_power_of_2(capacity))
-    if fp8 or counts is None:
-        block_n, block_k = 16 if block_t <= 4 else 32, 128 if inner % 128 == 0 else 64
-    else:
-        block_t, block_n, block_k = block_t if block_t in (1, 16) else 8, 32, 64
-    grid = (triton.cdiv(outer, block_n), triton.cdiv(capacity, block_t), num_experts)
+    split, block_n, block_t, block_k, num_stages = _tile(fp8, counts is not None, capacity, inner)
+    grid = (cdiv(outer, block_n), cdiv(capacity, block_t), num_experts)
     few_rows_kernel[grid](
         x, x_scale, weight, weight_scale, out, counts, capacity, outer, inner, x.stride(0), x_scale.stride(0) if fp8 else 0,
         x_scale.stride(2) if fp8 else 0, out.stride(0),
         MASKED=counts is not None, SCALED=fp8, EVEN=inner % (split * block_k) == 0, SPLIT=split, BLOCK_N=block_n, BLOCK_T=block_t,
-        BLOCK_K=block_k, num_warps=split, num_stages=3,
+        BLOCK_K=block_k, num_warps=split, num_stages=num_stages,
     )  # fmt: skip
+
+
+def _tile(fp8: bool, masked: bool, num_rows: int, inner: int) -> tuple[int, int, int, int, int]:
+    """Warps, their weight rows, rows and channels at a time, and stages."""
+    block_t = min(16, power_of_2(num_rows))
+    if fp8:
+        return 4 if masked or inner < 4096 else 8, 16 if block_t <= 4 else 32, block_t, 128, 3
+    if not masked:
+        return 4, 16, block_t, 128, 3
+    if block_t == 1:
+        return (4, 16, 1, 128, 3) if inner % 512 == 0 else (2, 16, 1, 64, 4)
+    return (2, 32, 16, 64, 6) if block_t == 16 else (4, 32, 8, 64, 3)
 
 
 def _rows_follow(x: torch.Tensor) -> bool:
@@ -69,10 +88,10 @@ def _rows_follow(x: torch.Tensor) -> bool:
 def _programs_cut_k(x: QuantTensor, weight: QuantTensor, out: torch.Tensor) -> None:
     num_rows, (outer, inner) = x.shape[0], weight.shape
     block_n, num_blocks = 64, inner // 128
-    tiles = triton.cdiv(outer, block_n)
+    tiles = cdiv(outer, block_n)
     wanted = max(1, min(round(_PROGRAMS / tiles), num_blocks // _LEAST_BLOCKS))
-    blocks_per_split = triton.cdiv(num_blocks, wanted)
-    num_splits = triton.cdiv(num_blocks, blocks_per_split)
+    blocks_per_split = cdiv(num_blocks, wanted)
+    num_splits = cdiv(num_blocks, blocks_per_split)
     part = out if num_splits == 1 else torch.empty((num_splits, num_rows, outer), device=out.device)
     x_scale = x.scale if x.scale.stride(0) == 1 else x.scale.T.contiguous().T
     split_k_kernel[(tiles, 1, num_splits)](
@@ -86,6 +105,6 @@ def _programs_cut_k(x: QuantTensor, weight: QuantTensor, out: torch.Tensor) -> N
 def sum_splits(part: torch.Tensor, out: torch.Tensor) -> None:
     """`out[...] = part.sum(0)` in the order of the splits: part `[splits, ...]` fp32, both contiguous."""
     num_splits, size = part.shape[0], out.numel()
-    sum_splits_kernel[(triton.cdiv(size, 256),)](
-        part, out, size, num_splits, SPLITS=triton.next_power_of_2(num_splits), BLOCK=256, num_warps=2
+    sum_splits_kernel[(cdiv(size, 256),)](
+        part, out, size, num_splits, SPLITS=power_of_2(num_splits), BLOCK=256, num_warps=2
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from hw.cuda.launch import launched
 from hw.cuda.triton_quantize import quantized
 
 
@@ -24,23 +25,23 @@ def _rotate(
 
 
 # Compiled once for any number of tokens.
+@launched
 @triton.jit(do_not_specialize=["num_tokens"])
 def absorb_query_kernel(
     q_ptr, w_ptr, positions_ptr, table_ptr, out_ptr, num_tokens, q_stride, q_head_stride, w_head_stride, w_stride, out_stride,
     out_head_stride, nope, latent, half,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens, groups of TILES latent tiles and one program for the rotation, heads).
+    """Grid (blocks of tokens, latent tiles and one program for the rotation, heads).
 
     q `[T, H, nope + rope]`, w `[H, nope, latent]`, out `[T, H, latent + rope]`, everything contiguous in its last dim.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     row_ok = rows < num_tokens
-    group, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     q_ptr += head * q_head_stride
     out_ptr += head * out_head_stride
-    if group == tl.num_programs(1) - 1:
+    if tile == tl.num_programs(1) - 1:
         _rotate(
             q_ptr + nope, positions_ptr, table_ptr, out_ptr + latent, rows, row_ok, q_stride, out_stride, half, BLOCK_HALF, BLOCK_M
         )  # fmt: skip
@@ -48,15 +49,15 @@ def absorb_query_kernel(
         ks = tl.arange(0, BLOCK_K)
         k_ok = ks < nope
         q = tl.load(q_ptr + rows[:, None] * q_stride + ks[None, :], row_ok[:, None] & k_ok[None, :], other=0.0)
+        cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        col_ok = cols < latent
         w_ptr += head * w_head_stride
-        for tile in tl.range(0, TILES, num_stages=NUM_STAGES):
-            cols = (group * TILES + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-            col_ok = cols < latent
-            w = tl.load(w_ptr + ks[:, None] * w_stride + cols[None, :], k_ok[:, None] & col_ok[None, :], other=0.0)
-            out = tl.dot(q, w).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], out, row_ok[:, None] & col_ok[None, :])
+        w = tl.load(w_ptr + ks[:, None] * w_stride + cols[None, :], k_ok[:, None] & col_ok[None, :], other=0.0)
+        out = tl.dot(q, w).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], out, row_ok[:, None] & col_ok[None, :])
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def unabsorb_kernel(
     x_ptr, w_ptr, out_ptr, scale_ptr, num_tokens, x_stride, x_head_stride, w_head_stride, w_stride, out_stride, scale_stride, value, latent,

@@ -11,6 +11,8 @@ A split that a short sequence does not reach writes its lse alone, -inf, and the
 import triton
 import triton.language as tl
 
+from hw.cuda.launch import launched
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -36,6 +38,7 @@ def _attend(q_latent, q_rope, entry, ok, visible, position, top, total, acc, lat
     return new_top, total * decay + tl.sum(probs, 1), acc
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def decode_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr, q_batch_stride, q_token_stride, q_head_stride, table_stride,
@@ -92,6 +95,7 @@ def decode_kernel(
     tl.store(lse_ptr + place, tl.where(total == 0.0, float("-inf"), (top + tl.log2(total)) * LN_2), row_ok)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def join_splits_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, num_rows, latent, num_splits,

@@ -3,8 +3,11 @@
 import triton
 import triton.language as tl
 
+from hw.cuda.launch import launched
+
 
 # Arguments that are not specialised change from step to step: the kernels are compiled once for all of them.
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def count_kernel(topk_ptr, counts_ptr, num_rows, BLOCK: tl.constexpr):
     """Grid (experts, blocks of rows): how many (token, k) rows of each block an expert gets, `[experts, blocks]` int32."""
@@ -13,14 +16,16 @@ def count_kernel(topk_ptr, counts_ptr, num_rows, BLOCK: tl.constexpr):
     tl.store(counts_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(mine.to(tl.int32), 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "capacity"])
 def place_kernel(
-    topk_ptr, block_counts_ptr, home_ptr, counts_ptr, num_rows, capacity, align,
+    topk_ptr, block_counts_ptr, home_ptr, counts_ptr, ends_ptr, num_rows, capacity, align,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid as `count_kernel`'s, whose result is block_counts. Each (token, k) row's home, in the order of the batch, and rows per expert.
 
-    An expert's first row is `expert * capacity`, or without a capacity where the one before ends, rounded up to a multiple of `align`.
+    An expert's first row is `expert * capacity`, or without a capacity where the one before ends, rounded up to a multiple of `align`;
+    these ends are stored too, `[experts]`, unless ends_ptr is None.
     """
     expert, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     experts, blocks = tl.arange(0, EXPERTS)[:, None], tl.arange(0, BLOCKS)[None, :]
@@ -31,6 +36,8 @@ def place_kernel(
     if capacity == 0:
         padded = (tl.sum(each, 1) + align - 1) // align * align
         first += tl.sum(tl.where(tl.arange(0, EXPERTS) < expert, padded, 0), 0)
+        if ends_ptr is not None:
+            tl.store(ends_ptr + expert, (first + tl.sum(tl.where(tl.arange(0, EXPERTS) == expert, padded, 0), 0)).to(tl.int32))
     rows = block * BLOCK + tl.arange(0, BLOCK)
     mine = tl.load(topk_ptr + rows, rows < num_rows, other=-1) == expert
     tl.store(home_ptr + rows, first + before + tl.cumsum(mine.to(tl.int32), 0) - 1, mine)
@@ -48,6 +55,7 @@ def _num_before(topk_ptr, end, expert, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["scale_stride", "group_stride", "num_rows", "capacity", "scale_expert_stride", "out_scale_stride"])
 def scatter_rows_kernel(
     x_ptr, scale_ptr, topk_ptr, home_ptr, out_ptr, out_scale_ptr, experts_ptr, counts_ptr, x_stride, scale_stride,
@@ -88,6 +96,7 @@ def scatter_rows_kernel(
                 tl.store(out_scale, scale, (groups * 128 < width) & real)
 
 
+@launched
 @triton.jit(do_not_specialize=["capacity"])
 def combine_kernel(
     y_ptr, home_ptr, weight_ptr, shared_ptr, out_ptr, capacity, expert_stride, width,

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from hw.cuda.launch import launched
 from hw.cuda.triton_quantize import store_quantized
 
 
@@ -15,6 +16,7 @@ def normed_row(x, weight, width, eps):
 
 
 # Arguments that are not specialised change from step to step: the kernels are compiled once for all of them.
+@launched
 @triton.jit(do_not_specialize=["scale_stride"])
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, data_ptr, scale_ptr, sum_ptr, x_stride, residual_stride, scale_stride, width, eps,
@@ -46,6 +48,7 @@ def rotated(x_ptr, table_ptr, pairs, half, mask):
     return a * cos - b * sin, b * cos + a * sin
 
 
+@launched
 @triton.jit
 def rope_kernel(
     x_ptr, positions_ptr, table_ptr, out_ptr, token_stride, head_stride, out_token_stride, out_head_stride, num_heads, half,
@@ -82,6 +85,7 @@ def _silu_mul(x_ptr, out_ptr, scale_ptr, scale_place, scale_stride, inner, first
         tl.store(out_ptr + cols, product, mask)
 
 
+@launched
 @triton.jit(do_not_specialize=["at_once", "scale_expert_stride", "scale_stride"])
 def silu_mul_kernel(
     x_ptr, out_ptr, scale_ptr, counts_ptr, inner, at_once, x_expert_stride, x_stride, out_expert_stride, scale_expert_stride, scale_stride,
@@ -102,6 +106,7 @@ def silu_mul_kernel(
         _silu_mul(x_ptr + row * x_stride, out_ptr + row * inner, scale_ptr, place + row, scale_stride, inner, first, QUANT, BLOCK)
 
 
+@launched
 @triton.jit(do_not_specialize=["scale_stride"])
 def latent_write_kernel(
     down_ptr, q_weight_ptr, weight_ptr, positions_ptr, table_ptr, slots_ptr, cache_ptr, q_ptr, q_scale_ptr, latent_ptr, key_ptr,
@@ -147,6 +152,7 @@ def latent_write_kernel(
     tl.store(entry + rank + 2 * pairs + 1, second, mask & (slot >= 0))
 
 
+@launched
 @triton.jit
 def spread_key_kernel(
     key_ptr, out_ptr, key_stride, out_token_stride, out_head_stride, num_heads, dim, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr
@@ -160,6 +166,7 @@ def spread_key_kernel(
     tl.store(out, tl.broadcast_to(key, (BLOCK_HEADS, BLOCK_DIM)), (heads < num_heads) & (cols < dim))
 
 
+@launched
 @triton.jit
 def latent_gather_kernel(
     cache_ptr, table_ptr, places_ptr, out_ptr, num_seqs, table_stride, page_size, dim, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr

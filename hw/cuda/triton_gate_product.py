@@ -7,7 +7,10 @@ matrix units give each product exactly, and their sums are kept in fp32.
 import triton
 import triton.language as tl
 
+from hw.cuda.launch import launched
 
+
+@launched
 @triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])
 def gate_product_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, num_experts, inner, x_stride, blocks_per_split,
@@ -35,15 +38,3 @@ def gate_product_kernel(
         acc += tl.dot(high_part, x, part)
     place = (tl.program_id(2) * num_rows + t).to(tl.int64) * num_experts
     tl.store(out_ptr + place[None, :] + e[:, None], acc, t_ok[None, :] & e_ok[:, None])
-
-
-@triton.jit
-def gate_row_kernel(
-    x_ptr, weight_ptr, out_ptr, num_experts, inner, x_stride, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """Grid (experts, rows): one logit, all of K at once."""
-    e, t, k = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_K)
-    ok = k < inner
-    w = tl.load(weight_ptr + e * inner + k, ok, other=0.0)
-    x = tl.load(x_ptr + t * x_stride + k, ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + t * num_experts + e, tl.sum(w * x, 0))

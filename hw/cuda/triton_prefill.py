@@ -6,6 +6,8 @@ A head dim that is no power of two is taken in two parts, 192 = 128 + 64, so tha
 import triton
 import triton.language as tl
 
+from hw.cuda.launch import launched
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -108,6 +110,7 @@ def prefill_kernel(
     tl.store(lse_ptr + place, tl.where(total == 0.0, float("-inf"), (top + tl.log2(total)) * LN_2), row_ok)
 
 
+@launched
 @triton.jit
 def merge_kernel(out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr, width, BLOCK: tl.constexpr):
     """Grid (rows,); everything contiguous, out `[rows, width]`, lse `[rows]`."""

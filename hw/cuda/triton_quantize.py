@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from hw.cuda.launch import launched
+
 
 @triton.jit
 def quantized(x):
@@ -24,6 +26,7 @@ def store_quantized(x, data_ptr, scale_ptr, scale_stride, width, BLOCK: tl.const
 
 
 # Compiled once for any number of rows.
+@launched
 @triton.jit(do_not_specialize=["capacity", "data_rows", "scale_stride"])
 def quantize_kernel(
     x_ptr, counts_ptr, data_ptr, scale_ptr, x_expert_stride, x_stride, capacity, data_rows, scale_stride, num_groups,

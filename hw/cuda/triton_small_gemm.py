@@ -1,6 +1,7 @@
 """Products of few rows with large weights, where reading the weight is all the work: the weight's rows take the side of the matrix units
 that is wide, the few activations the other one, and K is cut so that enough bytes are on their way.
 
+    row_kernel         one row at a time, all of K at once, no matrix units
     few_rows_kernel    the warps of a program cut K among them and add up at the end
     split_k_kernel     programs cut K among them and leave partial sums, which sum_splits_kernel adds in order
 
@@ -10,6 +11,23 @@ are summed first, then scaled, then added in fp32.
 
 import triton
 import triton.language as tl
+
+from hw.cuda.launch import launched
+
+
+@launched
+@triton.jit
+def row_kernel(x_ptr, weight_ptr, out_ptr, outer, inner, x_stride, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Grid (tiles of weight rows, rows). Weight `[outer, inner]` and out `[rows, outer]` contiguous; BLOCK_K holds all channels.
+
+    Products and sums are in fp32, so a weight in fp32 gives the product in fp32.
+    """
+    n, k, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.program_id(1).to(tl.int64)
+    n_ok, k_ok = n < outer, k < inner
+    w = tl.load(weight_ptr + n.to(tl.int64)[:, None] * inner + k[None, :], n_ok[:, None] & k_ok[None, :], other=0.0)
+    x = tl.load(x_ptr + row * x_stride + k, k_ok, other=0.0)
+    out = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    tl.store(out_ptr + row * outer + n, out.to(out_ptr.dtype.element_ty), n_ok)
 
 
 @triton.jit
@@ -22,6 +40,7 @@ def _scales(ws_ptr, xs_ptr, block, num_blocks, first_row, num_rows, xs_stride, S
     return of_weight[:, None] * of_rows
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     x_ptr, xs_ptr, weight_ptr, ws_ptr, out_ptr, counts_ptr, num_rows, outer, inner, x_expert_stride, xs_expert_stride, xs_stride,
@@ -106,6 +125,7 @@ def split_k_kernel(
     tl.store(out_ptr + place[None, :] + n[:, None], acc.to(out_ptr.dtype.element_ty), t_ok[None, :] & (n < outer)[:, None])
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits"])
 def sum_splits_kernel(part_ptr, out_ptr, size, num_splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (blocks of elements,). part `[num_splits, size]` fp32 -> out `[size]`, in the order of the splits."""

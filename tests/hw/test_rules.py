@@ -60,8 +60,8 @@ def test_products_of_few_rows():
         for rows, expected in ((1, FEW_ROWS), (last_row, FEW_ROWS), (last_row + 1, DEEP_GEMM)):
             assert choose("product", table, Product.of(rows, BF16, weight)).served_by == expected, (rows, weight.shape)
     for rows, dtype, weight, expected in (
-        (4, BF16, dense[0], FEW_ROWS),
-        (5, BF16, dense[0], CUBLAS),
+        (8, BF16, dense[0], FEW_ROWS),
+        (9, BF16, dense[0], CUBLAS),
         (1, BF16, dense[0, :, :100], CUBLAS),
         (1, torch.float32, dense[0], CUBLAS),
         (1, BF16, fp8(2100, 7168), CUBLAS),
