@@ -4,7 +4,8 @@
                   latent_write, latent_gather    Triton
     prefill       mla_prefill, merge_attention    Triton; a kernel for Hopper (bf16, 192 and 128 dims), and one for the rest
     absorb        absorb_query, unabsorb    Triton for few tokens in bf16; else cuBLAS and Triton
-    gemm          linear, expand_latent  cuBLAS; fp8: Triton for few rows, DeepGEMM; else dequantised, then cuBLAS
+    gemm          linear                 Triton for few rows (bf16, fp8); DeepGEMM (fp8); else cuBLAS, of dequantised weights if need be
+                  expand_latent          cuBLAS
                   grouped_linear         CUTLASS through torch (bf16); fp8: DeepGEMM; else Triton
                   grouped_linear_masked  Triton for few rows; DeepGEMM (bf16 of some size, fp8); else Triton
     elementwise, gate, sampling          Triton

@@ -62,6 +62,14 @@ def test_products_of_experts_with_few_rows(opened, fp8: bool, counts: tuple[int,
         assert_close(actual[e, :count], expected, tolerance(BF16), f"{counts}, expert {e}")
 
 
+def test_every_launch_is_of_the_form_that_its_arguments_take(opened):
+    """Rows that begin at 16 bytes and rows that do not, widths of and beside multiples of 16, and each again when its form is known."""
+    for width in (64, 40, 1, 64):
+        for offset in (0, 1, 0):
+            x = normal(3, 2 * width + 8, dtype=BF16)[:, offset : offset + 2 * width]
+            check(opened.ops, "silu_mul", f"width {width} from {offset}", Call((x,)), opened.runtime.device)
+
+
 @pytest.mark.parametrize("num_experts", [8, 64, 256])
 def test_gate_logits_are_those_of_fp32(opened, num_experts: int):
     """Against fp64: the error stays below 2^-20 of the sum of the products' magnitudes, whatever the number of rows."""
