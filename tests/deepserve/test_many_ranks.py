@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -54,11 +54,19 @@ INVARIANT_LAYOUTS = {
     # Each replica finds its own number of drafts, and sees those of the other through.
     "dp2 with drafts": {"data_parallel_size": 2, "max_num_batched_tokens": 48, "num_speculative_tokens": 3},
     "tp2 dp2 with drafts": {"tensor_parallel_size": 2, "data_parallel_size": 2, "async_scheduling": True, **DRAFTS},
-    "dp3 with replicas": {"data_parallel_size": 3, "num_redundant_experts": 4, "long_prefill_token_threshold": 30},
+    "dp3 with replicas": {"data_parallel_size": 3, "num_redundant_experts": 4, "long_prefill_token_threshold": 30, "max_num_seqs": 8},
     "dp2 moving, captured": {"data_parallel_size": 2, "max_num_batched_tokens": 48, **CAPTURED, **MOVING, **OVERLAPPED},
     "dp3 moving": {"data_parallel_size": 3, "max_num_seqs": 8, **MOVING},
     "dp4 moving, drafts": {"data_parallel_size": 4, "num_speculative_tokens": 2, **MOVING},
+    "dp3 moving, drafts": {"data_parallel_size": 3, "max_num_seqs": 8, "num_speculative_tokens": 2, **MOVING},
 }
+# What each of them adds stands in another layout as well, and starting ranks is most of what these tests take.
+LONG = ("dp2", "dp3", "tp2")
+LONG_INVARIANT = ("dp2", "dp3", "dp2 with drafts", "tp2 dp2 with drafts", "dp3 moving", "dp4 moving, drafts")
+
+
+def layouts(names: Iterable[str], long: tuple[str, ...]) -> list:
+    return [pytest.param(name, marks=[pytest.mark.long] * (name in long)) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +101,7 @@ def logprobs(output: RequestOutput) -> list[list[float]]:
     return [[at[t].logprob for at, t in zip(s.logprobs, s.token_ids, strict=True)] for s in output.outputs]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts(LAYOUTS, LONG))
 def test_greedy_tokens_are_the_references(llm_of: Callable[..., LLM], layout: str):
     options = LAYOUTS[layout]
     num_ranks = options.get("data_parallel_size", 1) * options.get("tensor_parallel_size", 1)
@@ -147,14 +155,7 @@ def invariant_answers(llm_of: Callable[..., LLM]) -> Callable[[str], dict]:
     return get
 
 
-# What each of them adds stands in another layout as well.
-LONG_LAYOUTS = ("tp2 dp2 with drafts", "dp3", "dp2 captured", "dp2 with drafts")
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_LAYOUTS)) for name in INVARIANT_LAYOUTS if name != "one rank"],
-)
+@pytest.mark.parametrize("layout", layouts([name for name in INVARIANT_LAYOUTS if name != "one rank"], LONG_INVARIANT))
 def test_batch_invariant_results_are_bitwise_the_same_at_any_layout(
     llm_of: Callable[..., LLM], invariant_answers: Callable[[str], dict], layout: str
 ):
@@ -194,7 +195,7 @@ def test_seeded_draws_inside_captured_steps_are_those_of_one_rank(llm_of: Callab
 
 @pytest.fixture(scope="module")
 def uneven(llm_of: Callable[..., LLM]) -> LLM:
-    return llm_of(batch_invariant=True, **INVARIANT_LAYOUTS["dp3"])
+    return llm_of(batch_invariant=True, **INVARIANT_LAYOUTS["dp3 with replicas"])
 
 
 def test_one_request_then_bursts_then_silence_then_one(uneven: LLM):
