@@ -1,7 +1,7 @@
 """The kernels of `csrc/`: compiled once with the machine's own compiler, kept in the folder of compiled kernels, called through ctypes.
 
-They see no torch: a call passes addresses, sizes and the number of threads, and gives up the interpreter's lock meanwhile. They run in the
-threads of the OpenMP library that torch has loaded, so that the two never wait for each other's.
+They see no torch: a call passes addresses, sizes and the number of threads, and gives up the interpreter's lock meanwhile. Their
+threads are of their own (`csrc/threads.h`).
 """
 
 import ctypes
@@ -13,8 +13,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 from hw.kernel_folder import locked, make_folder
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -25,7 +23,7 @@ TARGETS = {
     "AVX2": ({"avx2", "fma", "bmi2", "f16c", "movbe"}, ("-march=x86-64-v3",)),
 }
 # No contraction: a product and a sum are two roundings wherever torch makes two.
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-fvisibility=hidden")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-fPIC", "-fvisibility=hidden")
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 # Arguments of each kernel: pointer, int64, float.
 _SIGNATURES = {
@@ -70,10 +68,10 @@ def open_kernels(folder: str | None = None, target: str | None = None) -> Kernel
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise NoKernels(f"no C++ compiler is here ({' or '.join(COMPILERS)})")
-    threads, sources = _openmp(), sorted(SOURCES.iterdir())
+    sources = sorted(SOURCES.iterdir())
     binary = Path(compiler).resolve()  # to ask it for its version would take longer than all the rest
     built_by = str(binary), binary.stat().st_size, binary.stat().st_mtime_ns, _FLAGS, TARGETS[target][1]
-    facts = (built_by, torch.__version__, threads, [(source.name, source.read_bytes()) for source in sources])
+    facts = built_by, [(source.name, source.read_bytes()) for source in sources]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     try:
         kept = make_folder(folder)
@@ -82,7 +80,7 @@ def open_kernels(folder: str | None = None, target: str | None = None) -> Kernel
             path.parent.mkdir(exist_ok=True)
             with locked(path.parent):
                 if not path.exists():
-                    _compile([s for s in sources if s.suffix == ".cpp"], path, compiler, TARGETS[target][1], threads)
+                    _compile([s for s in sources if s.suffix == ".cpp"], path, compiler, TARGETS[target][1])
         return Kernels(path, target)
     except OSError as error:
         raise NoKernels(f"they cannot be kept or loaded: {error}") from None
@@ -104,23 +102,14 @@ def best_target() -> str:
     raise NoKernels("they need a CPU with AVX2")
 
 
-def _openmp() -> str:
-    """The OpenMP library of this process, torch's; the compiler's own if torch has none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split()[-1]
-        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
-            return path
-    return "-fopenmp"
-
-
-def _compile(sources: list[Path], path: Path, compiler: str, target: tuple[str, ...], threads: str) -> None:
+def _compile(sources: list[Path], path: Path, compiler: str, target: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         objects = [str(Path(work, source.stem + ".o")) for source in sources]
         commands = [[compiler, *_FLAGS, *target, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
         with ThreadPoolExecutor(len(commands)) as pool:
             list(pool.map(_run, commands))
         fresh = Path(work, path.name)
-        _run([compiler, "-shared", *objects, threads, "-o", str(fresh)])
+        _run([compiler, "-shared", "-pthread", *objects, "-o", str(fresh)])
         fresh.replace(path)
 
 

@@ -1,6 +1,7 @@
 """Compiling, keeping and loading the CPU kernels, and those for older CPUs than this one. Their results are test_parity's matter."""
 
 import logging
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -67,6 +68,23 @@ def test_why_there_are_none(small, monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
     with pytest.raises(NoKernels, match="this CPU is aarch64"):
         open_kernels()
+
+
+def test_threads_serve_callers_at_once_and_a_forked_process():
+    ops = open_backend("cpu", cpu_kernels="native").ops
+    x, w = torch.randn(40, 64), torch.randn(700, 64)
+    expected = ops.linear(x, w)  # by one thread
+
+    def call_often(_) -> bool:
+        torch.set_num_threads(3)
+        return all(torch.equal(ops.linear(x, w), expected) for _ in range(300))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(call_often, range(2)))
+    child = os.fork()
+    if child == 0:  # none of the threads is here
+        os._exit(0 if call_often(None) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -2,14 +2,13 @@
 //
 // Keys come in blocks of 64 from the first one on, and a block that a query does not see leaves its sums as they are, to the bit. So what a
 // query gets depends on nothing but itself and its keys.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
@@ -158,13 +157,11 @@ void attend_pages(const Pages& a, const T* q, int64_t seq, int64_t first, float*
 template <class T, int kRows>
 void attend_all_pages(const Pages& a, const T* q, int64_t num_seqs, T* out, float* lse, int threads) {
   const int64_t groups = (a.q_len * a.heads + kRows - 1) / kRows, tasks = num_seqs * groups;
-#pragma omp parallel num_threads(std::min<int64_t>(threads, tasks))
-  {
-    std::vector<float> acc(kRows * round_up(a.latent, kWide * kLanes));
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < tasks; ++task)
-      attend_pages<T, kRows>(a, q, task / groups, task % groups * kRows, acc.data(), out, lse);
-  }
+  threads::share(threads, tasks, [&](int64_t task) {
+    thread_local std::vector<float> acc;
+    acc.resize(kRows * round_up(a.latent, kWide * kLanes));
+    attend_pages<T, kRows>(a, q, task / groups, task % groups * kRows, acc.data(), out, lse);
+  });
 }
 
 template <class T>
@@ -269,20 +266,16 @@ void prefill(const Ragged& a, const T* q, const T* k, const T* v, T* out, float*
     for (int64_t end = q_len; end > 0; end -= kTask)  // the longest work first
       for (int64_t head = 0; head < a.heads; ++head) tasks.push_back({seq, head, std::max<int64_t>(0, end - kTask), end});
   }
-#pragma omp parallel num_threads(std::max<int64_t>(1, std::min<int64_t>(threads, tasks.size())))
-  {
-    Scratch scratch;
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < tasks.size(); ++i) {
-      const Task& task = tasks[i];
-      const int64_t q_first = a.q_starts[task.seq], k_first = a.k_starts[task.seq];
-      attend_keys(
-          a, q + q_first * a.q_row + task.head * a.q_head, k + k_first * a.k_row + task.head * a.k_head,
-          v + k_first * a.v_row + task.head * a.v_head, a.q_starts[task.seq + 1] - q_first, a.k_starts[task.seq + 1] - k_first, task.begin,
-          task.end, scratch, out + (q_first * a.heads + task.head) * a.value_dim, a.heads * a.value_dim, lse + q_first * a.heads + task.head,
-          a.heads);
-    }
-  }
+  threads::share(threads, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+    thread_local Scratch scratch;
+    const Task& task = tasks[i];
+    const int64_t q_first = a.q_starts[task.seq], k_first = a.k_starts[task.seq];
+    attend_keys(
+        a, q + q_first * a.q_row + task.head * a.q_head, k + k_first * a.k_row + task.head * a.k_head,
+        v + k_first * a.v_row + task.head * a.v_head, a.q_starts[task.seq + 1] - q_first, a.k_starts[task.seq + 1] - k_first, task.begin,
+        task.end, scratch, out + (q_first * a.heads + task.head) * a.value_dim, a.heads * a.value_dim, lse + q_first * a.heads + task.head,
+        a.heads);
+  });
 }
 
 }  // namespace

@@ -1,16 +1,14 @@
 // Norms, rotation and cache write, row by row. They round where the ops in torch do, so that a row is the same alone and in a
 // batch; only sums along a row are taken in another order.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
-constexpr int64_t kWorthThreads = 1 << 15;  // values, below which starting threads takes longer than the work
 
 // f(column, number of columns) for whole registers, then for what is left over.
 template <class F>
@@ -44,18 +42,19 @@ void norm_row(const T* x, const T* weight, float eps, int64_t dim, T* out) {
 
 template <class T>
 void add_norm(const T* x, const T* residual, const T* weight, float eps, int64_t rows, int64_t dim, T* normed, T* total, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * dim >= kWorthThreads)
-  for (int64_t row = 0; row < rows; ++row) {
-    const T* from = x + row * dim;
-    if (residual) {
-      T* to = total + row * dim;
-      by_registers(dim, [&](int64_t d, auto n) {
-        store_some(to + d, add(load_some(from + d, n), load_some(residual + row * dim + d, n)), n);
-      });
-      from = to;
+  threads::share_range(threads, rows, rows * dim, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* from = x + row * dim;
+      if (residual) {
+        T* to = total + row * dim;
+        by_registers(dim, [&](int64_t d, auto n) {
+          store_some(to + d, add(load_some(from + d, n), load_some(residual + row * dim + d, n)), n);
+        });
+        from = to;
+      }
+      norm_row(from, weight, eps, dim, normed + row * dim);
     }
-    norm_row(from, weight, eps, dim, normed + row * dim);
-  }
+  });
 }
 
 // Neighbouring pairs; out may be x.
@@ -73,10 +72,11 @@ template <class T>
 void rotate_all(
     const T* x, int64_t x_row, int64_t x_head, const int64_t* positions, const float* table, int64_t rows, int64_t heads, int64_t dim, T* out,
     int64_t out_row, int64_t out_head, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * heads * dim >= kWorthThreads)
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t head = 0; head < heads; ++head)
-      rotate(x + row * x_row + head * x_head, table + positions[row] * dim, dim, out + row * out_row + head * out_head);
+  threads::share_range(threads, rows, rows * heads * dim, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t head = 0; head < heads; ++head)
+        rotate(x + row * x_row + head * x_head, table + positions[row] * dim, dim, out + row * out_row + head * out_head);
+  });
 }
 
 template <class T>
@@ -84,15 +84,16 @@ void write_latents(
     const T* down, int64_t rows, const T* q_norm, int64_t q_dim, const T* kv_norm, int64_t latent, int64_t rope, float eps,
     const int64_t* positions, const float* table, const int64_t* slots, T* cache, T* q, T* entries, int threads) {
   const int64_t width = q_dim + latent + rope, entry = latent + rope;
-#pragma omp parallel for num_threads(threads) if (rows * width >= kWorthThreads)
-  for (int64_t row = 0; row < rows; ++row) {
-    const T* from = down + row * width;
-    if (q_dim) norm_row(from, q_norm, eps, q_dim, q + row * q_dim);
-    T* to = entries + row * entry;
-    norm_row(from + q_dim, kv_norm, eps, latent, to);
-    rotate(from + q_dim + latent, table + positions[row] * rope, rope, to + latent);
-    if (slots[row] >= 0) std::memcpy(cache + slots[row] * entry, to, entry * sizeof(T));
-  }
+  threads::share_range(threads, rows, rows * width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* from = down + row * width;
+      if (q_dim) norm_row(from, q_norm, eps, q_dim, q + row * q_dim);
+      T* to = entries + row * entry;
+      norm_row(from + q_dim, kv_norm, eps, latent, to);
+      rotate(from + q_dim + latent, table + positions[row] * rope, rope, to + latent);
+      if (slots[row] >= 0) std::memcpy(cache + slots[row] * entry, to, entry * sizeof(T));
+    }
+  });
 }
 
 }  // namespace

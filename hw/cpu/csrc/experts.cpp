@@ -5,11 +5,9 @@
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace {
-
-// Below so many elements a second thread costs more than it does.
-constexpr int64_t kWorthSharing = 1 << 14;
 
 struct Rule {
   int64_t experts, top_k, softmax, groups, topk_groups, top2, normalize;
@@ -91,29 +89,31 @@ void silu_mul_row(const T* gate, const T* up, T* out, int64_t inner) {
 }
 
 template <class T>
-void silu_mul_rows(const T* x, T* out, const int32_t* counts, int64_t groups, int64_t rows, int64_t inner, int64_t threads) {
-#pragma omp parallel for num_threads(static_cast<int>(threads)) if (threads > 1 && groups * rows * inner > kWorthSharing)
-  for (int64_t row = 0; row < groups * rows; ++row)
-    if (!counts || row % rows < counts[row / rows])
-      silu_mul_row(x + row * 2 * inner, x + row * 2 * inner + inner, out + row * inner, inner);
+void silu_mul_rows(const T* x, T* out, const int32_t* counts, int64_t groups, int64_t rows, int64_t inner, int64_t num_threads) {
+  threads::share_range(num_threads, groups * rows, groups * rows * inner, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      if (!counts || row % rows < counts[row / rows])
+        silu_mul_row(x + row * 2 * inner, x + row * 2 * inner + inner, out + row * inner, inner);
+  });
 }
 
 template <class T>
 void combine_rows(
     const T* rows, const int64_t* home, const float* weight, const T* shared, T* out, int64_t tokens, int64_t top_k, int64_t dim,
-    int64_t threads) {
-#pragma omp parallel for num_threads(static_cast<int>(threads)) if (threads > 1 && tokens * top_k * dim > kWorthSharing)
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t j = 0; j < dim; j += kLanes) {
-      const int n = static_cast<int>(std::min<int64_t>(kLanes, dim - j));
-      Vec total = zero();
-      for (int64_t k = 0; k < top_k; ++k) {
-        const Vec part = mul(load_part(rows + home[t * top_k + k] * dim + j, n), splat(weight[t * top_k + k]));
-        total = k ? add(total, part) : part;
+    int64_t num_threads) {
+  threads::share_range(num_threads, tokens, tokens * top_k * dim, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t j = 0; j < dim; j += kLanes) {
+        const int n = static_cast<int>(std::min<int64_t>(kLanes, dim - j));
+        Vec total = zero();
+        for (int64_t k = 0; k < top_k; ++k) {
+          const Vec part = mul(load_part(rows + home[t * top_k + k] * dim + j, n), splat(weight[t * top_k + k]));
+          total = k ? add(total, part) : part;
+        }
+        if (shared) total = add(total, load_part(shared + t * dim + j, n));
+        store_part(out + t * dim + j, total, n);
       }
-      if (shared) total = add(total, load_part(shared + t * dim + j, n));
-      store_part(out + t * dim + j, total, n);
-    }
+  });
 }
 
 }  // namespace
@@ -122,57 +122,56 @@ void combine_rows(
 EXPORT void gate_topk(
     const float* logits, const float* bias, int64_t rows, int64_t experts, int64_t top_k, int64_t softmax, int64_t groups,
     int64_t topk_groups, int64_t top2, int64_t normalize, float scaling, const int64_t* slots, int64_t width, const int64_t* counts,
-    int64_t* idx, int64_t* phy, float* weight, int64_t threads) {
+    int64_t* idx, int64_t* phy, float* weight, int64_t num_threads) {
   const Rule rule{experts, top_k, softmax, groups, topk_groups, top2, normalize, scaling};
-#pragma omp parallel num_threads(static_cast<int>(threads)) if (threads > 1 && rows * experts * top_k > kWorthSharing)
-  {
+  threads::share_range(num_threads, rows, rows * experts * top_k, [&](int64_t begin, int64_t end) {
     Gate gate(rule);
-#pragma omp for
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = begin; r < end; ++r) {
       gate.row(logits + r * experts, bias, idx + r * top_k, weight + r * top_k);
       for (int64_t k = 0; k < top_k; ++k) {
         const int64_t e = idx[r * top_k + k];
         phy[r * top_k + k] = slots[e * width + r % counts[e]];
       }
     }
-  }
+  });
 }
 
 // See Ops.silu_mul: x [groups * rows, 2 * inner]; of each group the first counts[g] rows, all if null.
 EXPORT void silu_mul(
-    int64_t is_bf16, const void* x, void* out, const int32_t* counts, int64_t groups, int64_t rows, int64_t inner, int64_t threads) {
+    int64_t is_bf16, const void* x, void* out, const int32_t* counts, int64_t groups, int64_t rows, int64_t inner, int64_t num_threads) {
   if (is_bf16)
-    silu_mul_rows(static_cast<const bf16*>(x), static_cast<bf16*>(out), counts, groups, rows, inner, threads);
+    silu_mul_rows(static_cast<const bf16*>(x), static_cast<bf16*>(out), counts, groups, rows, inner, num_threads);
   else
-    silu_mul_rows(static_cast<const float*>(x), static_cast<float*>(out), counts, groups, rows, inner, threads);
+    silu_mul_rows(static_cast<const float*>(x), static_cast<float*>(out), counts, groups, rows, inner, num_threads);
 }
 
 // Copy tokens' rows to their experts, in the order of the batch: those of expert e begin at row e * capacity, or, with capacity 0, behind
 // those of the expert before. chosen [tokens, top_k]; home, as large, gets the row of each choice; counts [experts].
 EXPORT void to_experts(
     const char* x, int64_t row_bytes, const int64_t* chosen, int64_t tokens, int64_t top_k, int64_t experts,
-    int64_t capacity, int32_t* counts, int64_t* home, char* out, int64_t threads) {
+    int64_t capacity, int32_t* counts, int64_t* home, char* out, int64_t num_threads) {
   std::vector<int64_t> next(experts + 1, 0);
   for (int64_t i = 0; i < tokens * top_k; ++i) ++next[chosen[i] + 1];
   for (int64_t e = 0; e < experts; ++e) counts[e] = static_cast<int32_t>(next[e + 1]);
   for (int64_t e = 0; e < experts; ++e) next[e + 1] = capacity ? (e + 1) * capacity : next[e] + next[e + 1];
   for (int64_t i = 0; i < tokens * top_k; ++i) home[i] = next[chosen[i]]++;
-#pragma omp parallel for num_threads(static_cast<int>(threads)) if (threads > 1 && tokens * top_k * row_bytes > kWorthSharing)
-  for (int64_t i = 0; i < tokens * top_k; ++i) std::memcpy(out + home[i] * row_bytes, x + i / top_k * row_bytes, row_bytes);
+  threads::share_range(num_threads, tokens * top_k, tokens * top_k * row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) std::memcpy(out + home[i] * row_bytes, x + i / top_k * row_bytes, row_bytes);
+  });
 }
 
 // out[t] = sum over k of weight[t, k] * rows[home[t, k]], in this order, then shared[t], which may be null.
 EXPORT void from_experts(
     int64_t is_bf16, const void* rows, const int64_t* home, const float* weight, const void* shared, void* out, int64_t tokens,
-    int64_t top_k, int64_t dim, int64_t threads) {
+    int64_t top_k, int64_t dim, int64_t num_threads) {
   if (is_bf16)
     combine_rows(
         static_cast<const bf16*>(rows), home, weight, static_cast<const bf16*>(shared), static_cast<bf16*>(out), tokens, top_k, dim,
-        threads);
+        num_threads);
   else
     combine_rows(
         static_cast<const float*>(rows), home, weight, static_cast<const float*>(shared), static_cast<float*>(out), tokens, top_k, dim,
-        threads);
+        num_threads);
 }
 
 // bf16 values as fp32.

@@ -2,12 +2,11 @@
 //
 // An element of a result is summed over the inner dimension in an order that depends on nothing but its length: not on how many rows
 // there are, which thread it falls to, or where it stands in a tile. So a row's bits are the same in any batch.
-#include <omp.h>
-
 #include <algorithm>
 #include <type_traits>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
@@ -175,32 +174,31 @@ struct Groups {
 // Each group's rows times its weight. Threads take runs of columns, so that every weight is read by one of them only.
 template <class T, class Columns>
 void each_group(
-    const T* x, int64_t x_row, const T* w, T* out, int64_t out_row, const Groups& groups, int64_t outer, int align, int64_t threads,
+    const T* x, int64_t x_row, const T* w, T* out, int64_t out_row, const Groups& groups, int64_t outer, int align, int64_t num_threads,
     Columns&& columns) {
   int64_t busy = 0;
   for (int64_t g = 0; g < groups.count; ++g) busy += groups.num_rows(g) > 0;
   if (!busy || !outer) return;
   // A few runs for each thread even out what the machine takes from one of them; shorter ones would only be counted.
-  const int64_t wanted = (outer * busy + 4 * threads - 1) / (4 * threads);
+  const int64_t wanted = (outer * busy + 4 * num_threads - 1) / (4 * num_threads);
   const int64_t run = (std::clamp<int64_t>(wanted, 32, 512) + align - 1) / align * align;
   const int64_t runs = (outer + run - 1) / run;
-#pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads)) if (threads > 1)
-  for (int64_t task = 0; task < groups.count * runs; ++task) {
+  threads::share(num_threads, groups.count * runs, [&](int64_t task) {
     const int64_t g = task / runs, begin = task % runs * run, end = std::min(outer, begin + run);
     const int64_t rows = groups.num_rows(g);
-    if (!rows) continue;
+    if (!rows) return;
     const T* from = x + (groups.starts ? groups.starts[g] * x_row : g * groups.x_step);
     T* to = out + (groups.starts ? groups.starts[g] * out_row : g * groups.out_step);
     columns(from, w + g * groups.w_step, to, rows, begin, end);
-  }
+  });
 }
 
 template <class T>
 void products(
     const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, const Groups& groups, int64_t outer, int64_t inner,
-    bool by_inner, int64_t threads) {
+    bool by_inner, int64_t num_threads) {
   each_group(
-      x, x_row, w, out, out_row, groups, outer, by_inner ? 2 * kLanes : kTileColumns, threads,
+      x, x_row, w, out, out_row, groups, outer, by_inner ? 2 * kLanes : kTileColumns, num_threads,
       [&](const T* from, const T* weight, T* to, int64_t rows, int64_t begin, int64_t end) {
         if (by_inner)
           spread_columns(from, x_row, weight, w_row, to, out_row, rows, inner, begin, end);
@@ -215,14 +213,14 @@ void products(
 EXPORT void product(
     int64_t is_bf16, const void* x, int64_t x_row, const void* w, int64_t w_row, void* out, int64_t out_row, int64_t count,
     const int64_t* starts, const int32_t* counts, int64_t rows, int64_t x_step, int64_t w_step, int64_t out_step, int64_t outer,
-    int64_t inner, int64_t by_inner, int64_t threads) {
+    int64_t inner, int64_t by_inner, int64_t num_threads) {
   const Groups groups{count, starts, counts, rows, x_step, w_step, out_step};
   if (is_bf16)
     products(
         static_cast<const bf16*>(x), x_row, static_cast<const bf16*>(w), w_row, static_cast<bf16*>(out), out_row, groups, outer, inner,
-        by_inner != 0, threads);
+        by_inner != 0, num_threads);
   else
     products(
         static_cast<const float*>(x), x_row, static_cast<const float*>(w), w_row, static_cast<float*>(out), out_row, groups, outer, inner,
-        by_inner != 0, threads);
+        by_inner != 0, num_threads);
 }

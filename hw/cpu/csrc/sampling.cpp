@@ -1,13 +1,12 @@
 // Draws: see Ops.sample. Filters find the lowest score that stays; noise is worked out for those scores alone, and its logarithms only
 // where they can matter.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
@@ -106,23 +105,19 @@ int64_t noisy_best(const float* scores, int64_t vocab, float border, uint32_t po
 EXPORT void sample(
     const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int64_t* top_k, const float* top_p, const float* min_p,
     const int64_t* seed, const int64_t* sequence, const int64_t* position, int64_t* tokens, int64_t threads) {
-#pragma omp parallel num_threads(static_cast<int>(std::min(threads, rows))) if (rows > 1)
-  {
-    std::vector<float> scores, kept;
-#pragma omp for schedule(dynamic)
-    for (int64_t row = 0; row < rows; ++row) {
-      const float* from = logits + row * vocab;
-      if (!(temperature[row] > 0.0f)) {
-        tokens[row] = std::find(from, from + vocab - 1, largest_of(from, vocab)) - from;  // the first of the largest
-        continue;
-      }
-      scores.resize(vocab);
-      for (int64_t i = 0; i < vocab; ++i) scores[i] = from[i] / temperature[row];
-      const float top = largest_of(scores.data(), vocab);
-      const float border = border_of(scores.data(), vocab, top, top_k[row], top_p[row], min_p[row], kept);
-      tokens[row] = noisy_best(
-          scores.data(), vocab, border, static_cast<uint32_t>(position[row]), static_cast<uint32_t>(sequence[row]),
-          static_cast<uint64_t>(seed[row]));
+  threads::share(threads, rows, [&](int64_t row) {
+    const float* from = logits + row * vocab;
+    if (!(temperature[row] > 0.0f)) {
+      tokens[row] = std::find(from, from + vocab - 1, largest_of(from, vocab)) - from;  // the first of the largest
+      return;
     }
-  }
+    thread_local std::vector<float> scores, kept;
+    scores.resize(vocab);
+    for (int64_t i = 0; i < vocab; ++i) scores[i] = from[i] / temperature[row];
+    const float top = largest_of(scores.data(), vocab);
+    const float border = border_of(scores.data(), vocab, top, top_k[row], top_p[row], min_p[row], kept);
+    tokens[row] = noisy_best(
+        scores.data(), vocab, border, static_cast<uint32_t>(position[row]), static_cast<uint32_t>(sequence[row]),
+        static_cast<uint64_t>(seed[row]));
+  });
 }

@@ -1,0 +1,113 @@
+#include "threads.h"
+
+#include <immintrin.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace threads {
+namespace {
+
+constexpr int kSpins = 4000;         // looks at a quiet pool before a helper lies down, about 100 us: longer than between two kernels of a step
+constexpr int kSpinsForHelpers = 1000;  // looks at helpers in the middle of a task before they are offered this core
+
+// What is to be done lies in `left_`: the number of the job in the high half, how many of its tasks nobody has taken in the low one. The
+// other fields of a job are written while that is 0 and hold still until it is 0 again, so whoever takes a task by lowering `left_` has read
+// the fields of its job.
+class Pool {
+ public:
+  void run(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context) {
+    if (count >= kNone || busy_.test_and_set(std::memory_order_acquire)) {
+      for (int64_t i = 0; i < count; ++i) task(context, i);
+      return;
+    }
+    grow(std::min(wanted, count) - 1);
+    task_.store(task, std::memory_order_relaxed);
+    context_.store(context, std::memory_order_relaxed);
+    count_.store(count, std::memory_order_relaxed);
+    num_wanted_.store(std::min(wanted, count) - 1, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    left_.store(++job_ * kNone + static_cast<uint64_t>(count));  // in one order with `num_asleep_`: who lies down sees it, or is seen
+    if (num_asleep_.load() > 0) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      waken_.notify_all();
+    }
+    while (take()) {
+    }
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins)
+      spins < kSpinsForHelpers ? _mm_pause() : static_cast<void>(sched_yield());
+    busy_.clear(std::memory_order_release);
+  }
+
+ private:
+  static constexpr int64_t kNone = int64_t{1} << 32;
+
+  // Do one task; false if there is none.
+  bool take(int64_t helper = -1) {
+    uint64_t left = left_.load(std::memory_order_acquire);
+    while (left % kNone) {
+      if (helper >= num_wanted_.load(std::memory_order_relaxed)) return false;
+      const auto task = task_.load(std::memory_order_relaxed);
+      void* const context = context_.load(std::memory_order_relaxed);
+      const int64_t i = count_.load(std::memory_order_relaxed) - static_cast<int64_t>(left % kNone);
+      if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) continue;
+      task(context, i);
+      done_.fetch_add(1, std::memory_order_release);
+      return true;
+    }
+    return false;
+  }
+
+  void help(int64_t helper) {
+    for (;;) {
+      for (int spins = 0; spins < kSpins; ++spins) {
+        if (take(helper))
+          spins = 0;
+        else
+          _mm_pause();
+      }
+      std::unique_lock<std::mutex> lock(mutex_);
+      num_asleep_.fetch_add(1);
+      waken_.wait(lock, [&] { return left_.load() % kNone && helper < num_wanted_.load(std::memory_order_relaxed); });
+      num_asleep_.fetch_sub(1);
+    }
+  }
+
+  void grow(int64_t wanted) {
+    try {
+      for (; num_helpers_ < wanted; ++num_helpers_) std::thread(&Pool::help, this, num_helpers_).detach();
+    } catch (const std::system_error&) {  // no more threads are to be had: those that are there do
+    }
+  }
+
+  std::atomic<uint64_t> left_{0};
+  std::atomic<int64_t> done_{0}, count_{0}, num_wanted_{0};
+  std::atomic<void (*)(void*, int64_t)> task_{nullptr};
+  std::atomic<void*> context_{nullptr};
+  std::atomic<int> num_asleep_{0};
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+  std::mutex mutex_;
+  std::condition_variable waken_;
+  int64_t num_helpers_ = 0;  // these two are the caller's
+  uint64_t job_ = 0;
+};
+
+// Never destroyed: helpers wait in it until the process ends. A forked process has no helpers, whatever its copy says.
+Pool*& the_pool() {
+  static Pool* pool = [] {
+    pthread_atfork(nullptr, nullptr, [] { the_pool() = new Pool; });
+    return new Pool;
+  }();
+  return pool;
+}
+
+}  // namespace
+
+void run(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context) { the_pool()->run(wanted, count, task, context); }
+
+}  // namespace threads
