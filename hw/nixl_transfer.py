@@ -135,6 +135,9 @@ class NixlTransfer:
             raise ValueError(f"peer {peer.name!r} has pages of {theirs} bytes by region, these are of {ours}")
         if peer.name in self._peers:
             return peer.name
+        self._remove_left()
+        if peer.name in self._leaving:
+            raise ValueError(f"peer {peer.name!r} was disconnected, and writes to it have yet to settle")
         try:
             known_as = self._agent.add_remote_agent(peer.metadata).decode()
         except self._errors as error:
@@ -167,8 +170,9 @@ class NixlTransfer:
         write = NixlWrite(peer, part, deadline_s, None)
         self._writes.append(write)
         if regions and pages:
-            source = _descriptors([self._regions[idx] for idx in regions], pages, self._device_idx)
-            target = _descriptors([there.regions[idx] for idx in regions], peer_pages, there.device_idx)
+            firsts, peer_firsts, lengths = _runs(pages, peer_pages)
+            source = _descriptors([self._regions[idx] for idx in regions], firsts, lengths, self._device_idx)
+            target = _descriptors([there.regions[idx] for idx in regions], peer_firsts, lengths, there.device_idx)
             self._post(write, self._agent.get_xfer_descs(source, self._memory), self._agent.get_xfer_descs(target, there.memory))
         return write
 
@@ -186,9 +190,7 @@ class NixlTransfer:
             if write.deadline_s <= now_s:
                 write.end(WriteState.TIMED_OUT)
             self._advance(write)
-        for peer in self._leaving - {write.peer for write in self._writes}:
-            self._agent.remove_remote_agent(peer)
-            self._leaving.remove(peer)
+        self._remove_left()
         self._fetch()
         arrived = []
         while self._notes:
@@ -196,6 +198,12 @@ class NixlTransfer:
             if (part := _decode(note)) is not None:
                 arrived.append((peer, part))
         return arrived
+
+    def _remove_left(self) -> None:
+        """Have the library forget disconnected peers to which nothing is under way."""
+        for peer in self._leaving - {write.peer for write in self._writes}:
+            self._agent.remove_remote_agent(peer)
+            self._leaving.remove(peer)
 
     def _advance(self, write: NixlWrite) -> None:
         """Settle a write that the library is done with, and announce it if it still counts."""
@@ -230,13 +238,20 @@ class NixlTransfer:
         self._caches.clear()
 
 
-def _descriptors(regions: list[_Region], pages: Sequence[int], device_idx: int) -> np.ndarray:
-    """Address, bytes and device of each page of each region: `[len(regions) * len(pages), 3]` uint64."""
-    page_idx = np.asarray(pages, dtype=np.uint64)
-    table = np.zeros((len(regions), len(pages), 3), dtype=np.uint64)
+def _runs(pages: Sequence[int], peer_pages: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pages that follow one another on both sides travel as one: first page here, first page there, number of pages, `[num_runs]` each."""
+    here, there = np.asarray(pages, dtype=np.uint64), np.asarray(peer_pages, dtype=np.uint64)
+    follows = (here[1:] == here[:-1] + np.uint64(1)) & (there[1:] == there[:-1] + np.uint64(1))
+    starts = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return here[starts], there[starts], np.diff(np.append(starts, len(here))).astype(np.uint64)
+
+
+def _descriptors(regions: list[_Region], firsts: np.ndarray, lengths: np.ndarray, device_idx: int) -> np.ndarray:
+    """Address, bytes and device of each run of pages of each region: `[len(regions) * num_runs, 3]` uint64."""
+    table = np.empty((len(regions), len(firsts), 3), dtype=np.uint64)
     for row, region in zip(table, regions, strict=True):
-        row[:, 0] = page_idx * np.uint64(region.page_bytes) + np.uint64(region.address)
-        row[:, 1] = region.page_bytes
+        row[:, 0] = firsts * np.uint64(region.page_bytes) + np.uint64(region.address)
+        row[:, 1] = lengths * np.uint64(region.page_bytes)
         row[:, 2] = device_idx
     return table.reshape(-1, 3)
 

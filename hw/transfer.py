@@ -53,7 +53,9 @@ class KVTransfer(Protocol):
         """Where this rank's pages are, for `connect` of a peer. Goes over an authenticated socket: who has it can write to them."""
 
     def connect(self, description: bytes) -> str:
-        """Learn a peer's pages; its name. Raises ValueError if its regions differ from ours or the description is not one."""
+        """Learn a peer's pages; its name. Raises ValueError if its regions differ from ours or the description is not one, and for a peer
+        that was disconnected as long as a write to it is not settled.
+        """
 
     def disconnect(self, peer: str) -> None:
         """Write no more to a peer, known or not; running writes to it have FAILED. Their bytes go on until they are settled."""
