@@ -387,6 +387,7 @@ class Runtime(Protocol):
 
     device: torch.device
     captures: bool  # whether repeating captured work is cheaper than doing it again
+    captures_any_size: bool  # whether capturing costs so little that no batch need be filled up to the size of another
     runs_ahead: bool  # whether ops return before they are done, so that the host can plan meanwhile
     compiles: bool  # whether ops are slow at first use: compiled, or loaded onto the device
 

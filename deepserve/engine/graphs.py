@@ -97,7 +97,9 @@ class DecodeGraphs:
         self._max_seq_len = width * caches[0].shape[1]
         most_tokens = max_dispatch_tokens * model.parallel.tp
         # By query length, ascending.
-        self._sizes = {q: graph_sizes(min(largest, most_tokens // q)) for q in range(1, state.max_drafts + 2) if most_tokens >= q}
+        most_seqs = {q: min(largest, most_tokens // q) for q in range(1, state.max_drafts + 2) if most_tokens >= q}
+        every = backend.runtime.captures_any_size
+        self._sizes = {q: list(range(1, most + 1)) if every else graph_sizes(most) for q, most in most_seqs.items()}
         keys = sorted(((size, q) for q, sizes in self._sizes.items() for size in sizes), key=lambda key: key[0] * key[1], reverse=True)
         device, num_tokens = backend.runtime.device, keys[0][0] * keys[0][1]
         self._packed = torch.zeros(Layout(largest).num_bytes, dtype=torch.uint8, device=device)

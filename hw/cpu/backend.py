@@ -12,6 +12,7 @@ from hw.cpu.native import Kernels, NoKernels, open_kernels
 from hw.cpu.native_experts import NativeExpertComm
 from hw.cpu.native_ops import NativeInvariantOps, NativeOps
 from hw.cpu.ops import CpuOps
+from hw.cpu.recording import Recorder
 from hw.cpu.runtime import CpuRuntime
 from hw.groups import Groups
 from hw.moves import ExpertMoves
@@ -50,7 +51,9 @@ def open_cpu(
         ops = InvariantOps() if batch_invariant else CpuOps()
     else:
         ops = NativeInvariantOps(kernels) if batch_invariant else NativeOps(kernels)
-    return Backend(name="cpu", ops=ops, runtime=CpuRuntime(), expert_comm=comm, tp=groups.tp, moves=moves)
+    # What goes through gloo is in no recording.
+    recorder = Recorder(kernels) if isinstance(comm, NativeExpertComm) and groups.tp.size == 1 else None
+    return Backend(name="cpu", ops=ops, runtime=CpuRuntime(recorder), expert_comm=comm, tp=groups.tp, moves=moves)
 
 
 def _open_kernels(kernel_cache_dir: str | None, cpu_kernels: str) -> Kernels | None:

@@ -8,9 +8,12 @@ import ctypes
 import hashlib
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from hw.kernel_folder import locked, make_folder
@@ -51,11 +54,35 @@ class Kernels:
 
     def __init__(self, path: Path, target: str):
         self.path, self.target = path, target
-        library = ctypes.CDLL(str(path))
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
+        self._library = ctypes.CDLL(str(path))
+        for name, arguments in {**_SIGNATURES, "repeat_calls": "pi"}.items():
+            function = getattr(self._library, name)
             function.argtypes, function.restype = [_CTYPES[letter] for letter in arguments], None
             setattr(self, name, function)
+
+    @contextmanager
+    def recorded(self, note: Callable[[list[int]], None]) -> Iterator[None]:
+        """Calls made meanwhile are made, and told to `note`, as the words that `repeat_calls` takes."""
+        kernels = {name: getattr(self, name) for name in _SIGNATURES}
+        for name, kernel in kernels.items():
+            again = ctypes.cast(getattr(self._library, f"{name}_again"), ctypes.c_void_p).value
+
+            def noted(*args, kernel=kernel, again=again, letters=_SIGNATURES[name]) -> None:
+                kernel(*args)
+                note([again, len(args), *map(_word, letters, args)])
+
+            setattr(self, name, noted)
+        try:
+            yield
+        finally:
+            vars(self).update(kernels)
+
+
+def _word(letter: str, argument: float | None) -> int:
+    """An argument as 64 bits."""
+    if letter == "f":
+        return int.from_bytes(struct.pack("<f", argument), "little")
+    return int(argument or 0) & 0xFFFFFFFFFFFFFFFF
 
 
 def open_kernels(folder: str | None = None, target: str | None = None) -> Kernels:

@@ -99,7 +99,7 @@ class CpuOps(ReferenceOps):
         if dense and x.dtype == torch.bfloat16 and x.shape[1] <= _FEW_ROWS and weight.nbytes <= _SMALL_EXPERTS:
             return torch.bmm(x, weight.mT)
         out = torch.zeros(*x.shape[:2], num_outputs(weight), dtype=_dense_dtype(x))
-        for e, count in enumerate(counts.tolist()):
+        for e, count in enumerate(map(int, counts)):  # not `tolist`, which would go into no recording
             if count and dense:  # a decode step has dozens of these, of a row or two: what surrounds a product costs as much as it does
                 torch.mm(x[e, :count], weight[e].T, out=out[e, :count])
             elif count:

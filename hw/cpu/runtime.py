@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hw.api import MemoryInfo, T
+from hw.cpu.recording import Recorder
 from hw.cpu.rules import FACTS
 from hw.rules import ModelShapes
 
@@ -20,13 +21,15 @@ _LINE = 64  # bytes of a cache line
 class CpuRuntime:
     """Runtime over host memory."""
 
-    captures = False
+    captures_any_size = True
     runs_ahead = False
     compiles = False
     _slab = np.empty(0, np.uint8)  # what is left of the latest one that `empty` began
 
-    def __init__(self):
-        self.device = torch.device("cpu")
+    def __init__(self, recorder: Recorder | None = None):
+        """recorder: for captured work; None: it is done again each time."""
+        self.device, self._recorder = torch.device("cpu"), recorder
+        self.captures = recorder is not None
 
     def memory(self) -> MemoryInfo:
         fields = {}
@@ -88,7 +91,7 @@ class CpuRuntime:
         """Nothing is compiled."""
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        return work  # nothing to record: the work itself reads its buffers anew
+        return work if self._recorder is None else self._recorder.capture(work)
 
 
 def _cgroup_bytes() -> tuple[int | None, int]:

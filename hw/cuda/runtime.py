@@ -21,6 +21,7 @@ class CudaRuntime:
     """Runtime over one GPU's memory and its current stream."""
 
     captures = True
+    captures_any_size = False
     runs_ahead = True
     compiles = False
 

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "calls.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -306,3 +307,6 @@ EXPORT void mla_prefill(
         static_cast<int>(threads));
   }
 }
+
+REPEATABLE(mla_decode)
+REPEATABLE(mla_prefill)

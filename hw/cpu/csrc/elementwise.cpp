@@ -4,6 +4,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "calls.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -136,3 +137,7 @@ EXPORT void latent_write(
   };
   is_bf16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
 }
+
+REPEATABLE(add_rms_norm)
+REPEATABLE(rope)
+REPEATABLE(latent_write)

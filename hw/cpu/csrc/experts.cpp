@@ -4,6 +4,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "calls.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -183,3 +184,9 @@ EXPORT void widen(const void* x, void* out, int64_t count) {
     store_part(to + i, load_part(from + i, n), n);
   }
 }
+
+REPEATABLE(widen)
+REPEATABLE(gate_topk)
+REPEATABLE(silu_mul)
+REPEATABLE(to_experts)
+REPEATABLE(from_experts)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "calls.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -224,3 +225,5 @@ EXPORT void product(
         static_cast<const float*>(x), x_row, static_cast<const float*>(w), w_row, static_cast<float*>(out), out_row, groups, outer, inner,
         by_inner != 0, num_threads);
 }
+
+REPEATABLE(product)

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "calls.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -121,3 +122,5 @@ EXPORT void sample(
         static_cast<uint64_t>(seed[row]));
   });
 }
+
+REPEATABLE(sample)

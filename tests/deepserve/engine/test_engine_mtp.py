@@ -56,7 +56,7 @@ WAYS = {
     "2 drafts, chunks of 7": (mtp(2) | {"max_num_batched_tokens": 7}, calm),
     "4 drafts, short chunks": (mtp(4) | {"long_prefill_token_threshold": 11, "max_num_batched_tokens": 64}, calm),
     "2 drafts, few pages": (mtp(2) | FEW_PAGES, calm),
-    "2 drafts, few rows, throughput experts": (mtp(2) | {"max_num_seqs": 3, "max_dispatch_tokens_per_rank": 1}, calm),
+    "2 drafts, few rows, throughput experts": (mtp(2) | {"max_num_seqs": 3, "max_dispatch_tokens_per_rank": 1, "graphs": False}, calm),
     "1 draft, preempted": (mtp(1) | {"max_num_batched_tokens": 60}, Driver.preempt),
     "4 drafts, every step lost once": (mtp(4) | {"max_num_batched_tokens": 100}, Driver.discard),
     "adaptive": (mtp(4, adaptive=True), calm),

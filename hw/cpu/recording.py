@@ -1,0 +1,166 @@
+"""Captured work on a CPU: what it asks of kernels and of torch is written down once, and then repeated without the Python around it.
+
+The first call runs the work as always. Meanwhile every call of a kernel is noted with its arguments, and every op of torch with the tensors
+that it read and made; these are kept, so that their storage is nobody else's. A repetition goes through the list: calls of kernels in a row
+are one call, ops of torch write to the storage that they made first. Views and uninitialised tensors need no repetition.
+
+Some work cannot be recorded: it reads a value on the host by `int(tensor)` (`tolist` would go unseen), or makes tensors whose shapes depend
+on values. It is done again each time instead, as is what would keep more memory than `KEPT_BYTES` allows for all recordings together.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Generic
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hw.api import T
+from hw.cpu.native import Kernels
+
+KEPT_BYTES = 256 << 20
+_UNFILLED = {
+    torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}  # fmt: skip
+
+
+class Recorder:
+    """Makes recordings, and knows what they keep together."""
+
+    def __init__(self, kernels: Kernels):
+        self.kernels, self.kept_bytes = kernels, 0
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        """See `hw.api.Runtime.capture`. Nothing runs before the first call."""
+        return _Captured(self, work)
+
+
+class _Captured(Generic[T]):
+    def __init__(self, recorder: Recorder, work: Callable[[], T]):
+        self._recorder, self._work = recorder, work
+        self._repeatable = True
+        self._steps: list[Callable[[], object]] = []
+        self._result: T | None = None
+
+    def __call__(self) -> T:
+        if not self._repeatable:
+            return self._work()
+        if not self._steps:
+            return self._record()
+        for step in self._steps:
+            step()
+        return self._result
+
+    def _record(self) -> T:
+        recorder, log = self._recorder, _Log()
+        with recorder.kernels.recorded(log.note_call), log:
+            result = self._work()
+        self._repeatable = log.repeatable and recorder.kept_bytes + log.num_bytes <= KEPT_BYTES
+        if self._repeatable:
+            recorder.kept_bytes += log.num_bytes
+            self._steps, self._result = log.steps(recorder.kernels), result
+        return result
+
+
+class _Log(TorchDispatchMode):
+    """What runs while this is entered, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.repeatable, self.num_bytes = True, 0
+        self._entries: list[list[int] | Callable[[], object]] = []  # words of a call, or what repeats an op
+        self._kept: list[object] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and asking to be left out loads the compiler: a second and 100 MB
+
+    def note_call(self, words: list[int]) -> None:
+        self._entries.append(words)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:  # in inference mode composite ops come as they are called; what they consist of says what they do
+            result = op.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result = op(*args, **kwargs)
+        self.repeatable &= _is_repeatable(op, args, result)
+        if not self.repeatable:
+            return result
+        self._kept.append(result)
+        if op._schema.is_mutable:
+            self._entries.append(partial(op, *args, **kwargs))
+        elif all(made.alias_info is None for made in op._schema.returns):  # else a view
+            self.num_bytes += sum(made.nbytes for made in tree_leaves(result))
+            if op.overloadpacket not in _UNFILLED:
+                self._entries.append(_again(op, args, kwargs, result))
+        return result
+
+    def steps(self, kernels: Kernels) -> list[Callable[[], object]]:
+        """What to call for a repetition; they own the tensors."""
+        found: list[Callable[[], object]] = []
+        words: list[int] = []
+        num_calls = 0
+        for entry in [*self._entries, None]:
+            if isinstance(entry, list):
+                words, num_calls = words + entry, num_calls + 1
+                continue
+            if num_calls:
+                found.append(_Calls(kernels, np.array(words, np.uint64), num_calls, self._kept))
+                words, num_calls = [], 0
+            if entry is not None:
+                found.append(entry)
+        return found
+
+
+class _Calls:
+    """Calls of kernels in a row."""
+
+    def __init__(self, kernels: Kernels, words: np.ndarray, count: int, kept: list[object]):
+        self._words, self._kept = words, kept
+        self._repeat, self._args = kernels.repeat_calls, (words.ctypes.data, count)
+
+    def __call__(self) -> None:
+        self._repeat(*self._args)
+
+
+def _is_repeatable(op, args: tuple, result: object) -> bool:
+    """Whether what an op makes is of the same shape each time, and stays off the host."""
+    if op is torch.ops.aten.index.Tensor:  # a mask among the indices makes the difference
+        return all(one is None or one.dtype is not torch.bool for one in args[1])
+    tells_host = not all(isinstance(made, torch.Tensor) for made in tree_leaves(result))
+    return not tells_host and torch.Tag.dynamic_output_shape not in op.tags
+
+
+def _again(op, args: tuple, kwargs: dict, result: object) -> Callable[[], object]:
+    """Repeats an op that makes tensors, into those that it made."""
+    into = _writing(op)
+    if into is not None:
+        overload, names = into
+        made = result if isinstance(result, tuple) else (result,)
+        return partial(overload, *args, **kwargs, **dict(zip(names, made, strict=True)))
+
+    def compute() -> None:
+        for old, new in zip(tree_leaves(result), tree_leaves(op(*args, **kwargs)), strict=True):
+            old.copy_(new)
+
+    return compute
+
+
+@cache
+def _writing(op) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
+    """The overload of an op that writes to given tensors, and what these are called; None if there is none."""
+
+    def inputs(overload) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in overload._schema.arguments if not a.is_out]
+
+    for name in op.overloadpacket.overloads():
+        overload = getattr(op.overloadpacket, name)
+        outs = tuple(a.name for a in overload._schema.arguments if a.is_out)
+        if outs and len(outs) == len(op._schema.returns) and inputs(overload) == inputs(op):
+            return overload, outs
+    return None

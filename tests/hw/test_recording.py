@@ -1,0 +1,111 @@
+"""Captured work on a CPU: repetitions do what the work does, and what cannot be repeated is done again."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hw.cpu import recording
+from hw.cpu.native import NoKernels, open_kernels
+from hw.cpu.native_ops import NativeOps
+from hw.cpu.recording import Recorder
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    try:
+        return open_kernels()
+    except NoKernels as error:
+        pytest.fail(f"the kernels cannot be had: {error}")
+
+
+@dataclass
+class Counted:
+    """Work that says how often it ran itself."""
+
+    work: object
+    num_runs: int = 0
+
+    def __call__(self):
+        self.num_runs += 1
+        return self.work()
+
+
+def repeated(kernels, work, inputs: torch.Tensor, values: list[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """What captured work comes to for each of `values`, put into `inputs`, and how often it ran itself."""
+    counted = Counted(work)
+    captured = Recorder(kernels).capture(counted)
+    found = []
+    with torch.inference_mode():
+        for value in values:
+            inputs.copy_(value)
+            found.append(captured().clone())
+    return found, counted.num_runs
+
+
+def test_kernels_and_torch_are_repeated_in_order(kernels):
+    torch.manual_seed(0)
+    ops, weight, norm = NativeOps(kernels), torch.randn(24, 16), torch.randn(16)
+    x, total = torch.zeros(3, 16), torch.zeros(3, 24)
+    values = [torch.randn(3, 16) for _ in range(4)]
+
+    def work() -> torch.Tensor:
+        normed = ops.rms_norm(x.flatten().view(3, 16) * 2, norm, 1e-6)
+        product = ops.linear(normed, weight)
+        total.add_(product.to(torch.bfloat16).to(torch.float32))  # in place, of something made by a composite op
+        largest = total.max(dim=1)  # two results
+        picked = total[torch.tensor([2, 0]), largest.indices[:2]]
+        return torch.cat((picked, largest.values, product.sum(-1)))
+
+    expected = []
+    for value in values:
+        x.copy_(value)
+        expected.append(work())
+    total.zero_()
+    found, num_runs = repeated(kernels, work, x, values)
+    assert num_runs == 1
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x[: int(x.sum())],
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x + 1 if torch.equal(x, x.abs()) else x - 1,
+        lambda x: x.where(x > 0, 7.0) if bool(x[0] > 0) else x * 0,
+    ],
+    ids=["value", "mask", "nonzero", "comparison", "condition"],
+)
+def test_what_depends_on_values_is_done_again(kernels, work):
+    x = torch.zeros(4)
+    values = [torch.tensor([1.0, 0.0, 2.0, 0.0]), torch.tensor([0.0, -1.0, 1.0, 1.0]), torch.ones(4)]
+    found, num_runs = repeated(kernels, lambda: work(x), x, values)
+    assert num_runs == len(values)
+    for one, value in zip(found, values, strict=True):
+        assert torch.equal(one, work(value))
+
+
+def test_memory_that_is_kept_is_bounded(kernels, monkeypatch):
+    monkeypatch.setattr(recording, "KEPT_BYTES", 1000)
+    recorder, x = Recorder(kernels), torch.ones(100)
+    small, large = Counted(lambda: x + 1), Counted(lambda: (x + 1) * 2)  # 400 bytes, then 800 more
+    captured = [recorder.capture(small), recorder.capture(large)]
+    for _ in range(3):
+        assert [one().sum().item() for one in captured] == [200.0, 400.0]
+    assert (small.num_runs, large.num_runs) == (1, 3)
+
+
+def test_kernels_are_themselves_again_after_a_failure(kernels):
+    before = kernels.product
+
+    def work():
+        raise RuntimeError("broken")
+
+    captured = Recorder(kernels).capture(work)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken"):
+            captured()
+    assert kernels.product is before
