@@ -135,6 +135,9 @@ class NixlTransfer:
             raise ValueError(f"peer {peer.name!r} has pages of {theirs} bytes by region, these are of {ours}")
         if peer.name in self._peers:
             return peer.name
+        self._remove_left()
+        if peer.name in self._leaving:
+            raise ValueError(f"peer {peer.name!r} was disconnected, and writes to it have yet to settle")
         try:
             known_as = self._agent.add_remote_agent(peer.metadata).decode()
         except self._errors as error:
@@ -187,9 +190,7 @@ class NixlTransfer:
             if write.deadline_s <= now_s:
                 write.end(WriteState.TIMED_OUT)
             self._advance(write)
-        for peer in self._leaving - {write.peer for write in self._writes}:
-            self._agent.remove_remote_agent(peer)
-            self._leaving.remove(peer)
+        self._remove_left()
         self._fetch()
         arrived = []
         while self._notes:
@@ -197,6 +198,12 @@ class NixlTransfer:
             if (part := _decode(note)) is not None:
                 arrived.append((peer, part))
         return arrived
+
+    def _remove_left(self) -> None:
+        """Have the library forget disconnected peers to which nothing is under way."""
+        for peer in self._leaving - {write.peer for write in self._writes}:
+            self._agent.remove_remote_agent(peer)
+            self._leaving.remove(peer)
 
     def _advance(self, write: NixlWrite) -> None:
         """Settle a write that the library is done with, and announce it if it still counts."""

@@ -218,7 +218,8 @@ def test_a_killed_peer_is_noticed_within_the_deadline(pair):
 def test_a_stalled_peer_times_out_and_its_pages_are_unsettled_until_it_goes_on(pair):
     """Disconnecting does not call bytes back: this is why cancelled pages are quarantined, and until when."""
     transfer, caches, other = pair
-    peer = transfer.connect(other(describe))
+    description = other(describe)
+    peer = transfer.connect(description)
     everything = list(range(len(caches[0])))
     write = transfer.write(peer, Part("t", 1, 0, 0, True), [0], everything, everything, time.monotonic() + 0.5)
     until(lambda: other(count)[0])
@@ -228,11 +229,16 @@ def test_a_stalled_peer_times_out_and_its_pages_are_unsettled_until_it_goes_on(p
     transfer.disconnect(peer)
     transfer.poll()
     assert not write.settled
+    with pytest.raises(ValueError, match="have yet to settle"):
+        transfer.connect(description)
     other.signal(signal.SIGCONT)
     num_before, _ = other(count)
     assert num_before < len(everything)
     settle(transfer, write)
     assert other(count) == (len(everything), [])  # all in place by then, and not announced
+    again = transfer.write(transfer.connect(description), Part("t", 2, 0, 0, True), [0], [0], [0], soon())
+    settle(transfer, again)
+    assert again.state is WriteState.DONE
 
 
 def test_what_is_refused(pair):
