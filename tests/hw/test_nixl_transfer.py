@@ -49,7 +49,13 @@ class Other:
         theirs.close()
 
     def __call__(self, function: Callable, *arguments: Any) -> Any:
+        self.ask(function, *arguments)
+        return self.answer(function)
+
+    def ask(self, function: Callable, *arguments: Any) -> None:
         self._pipe.send((function, arguments))
+
+    def answer(self, function: Callable) -> Any:
         assert self._pipe.poll(WAIT_S), f"the other process did not answer {function.__name__}"
         return self._pipe.recv()
 
@@ -231,8 +237,9 @@ def test_a_stalled_peer_times_out_and_its_pages_are_unsettled_until_it_goes_on(p
     assert not write.settled
     with pytest.raises(ValueError, match="have yet to settle"):
         transfer.connect(description)
+    other.ask(count)  # the first that it does when it goes on
     other.signal(signal.SIGCONT)
-    num_before, _ = other(count)
+    num_before, _ = other.answer(count)
     assert num_before < len(everything)
     settle(transfer, write)
     assert other(count) == (len(everything), [])  # all in place by then, and not announced
