@@ -5,7 +5,8 @@
 DeepSeek-V3's experts in FP8 (7168 x 2048), activations already quantised, as a dispatch in FP8 delivers them: gate and up product, SwiGLU
 with quantisation, down product. Slots and layouts of three instances: 144 ranks with 2 slots and 320 with 1 (decode: masked layout, in a
 graph, several sets of weights so that the L2 cache does not help), 32 ranks with 9 (prefill: contiguous layout). Also the 8 experts of
-bench/gpu/decode_slice.py, to tell from its step what is not experts. Medians.
+bench/gpu/decode_slice.py, to tell from its step what is not experts: with as many rows each, and with what they get if 8 of 16 experts are
+chosen at random on two GPUs; `expected` is the hint that DeepGEMM chooses its kernels by. Medians.
 """
 
 import argparse
@@ -36,14 +37,18 @@ def weights(num_experts: int) -> tuple[QuantTensor, QuantTensor]:
     return one(2 * INNER, HIDDEN), one(HIDDEN, INNER)
 
 
-def masked(ops: Ops, num_experts: int, num_rows: int, capacity: int) -> Callable[[], object]:
+def masked(
+    ops: Ops, num_experts: int, num_rows: int, capacity: int, expected: int | None = None, uneven: bool = False
+) -> Callable[[], object]:
     gate_up, down = weights(num_experts)
     counts = torch.full((num_experts,), num_rows, dtype=torch.int32, device=DEVICE)
+    if uneven:
+        counts = torch.binomial(2.0 * counts, torch.full_like(counts, 0.5, dtype=torch.float32)).int()
     x = quantize_masked(torch.randn(num_experts, capacity, HIDDEN, device=DEVICE, dtype=torch.bfloat16), counts)
 
     def run() -> object:
-        inner = ops.silu_mul(ops.grouped_linear_masked(x, gate_up, counts), True, counts)
-        return ops.grouped_linear_masked(inner, down, counts)
+        inner = ops.silu_mul(ops.grouped_linear_masked(x, gate_up, counts, expected), True, counts)
+        return ops.grouped_linear_masked(inner, down, counts, expected)
 
     return run
 
@@ -95,6 +100,13 @@ def main() -> None:
             calls = [masked(ops, num_experts, num_rows, MASKED_ROWS[-1]) for _ in range(max(1, 6 // num_experts))]
             rows.append({"layout": "masked", "slots": num_experts, "rows": num_rows, "us": microseconds(calls, graph=True)})
             print(rows[-1], flush=True)
+    for num_rows in (128, 256):
+        for uneven in (False, True):
+            for expected in (num_rows, num_rows + num_rows // 8):
+                calls = [masked(ops, 8, num_rows, 512, expected, uneven) for _ in range(4)]
+                rows.append({"layout": "masked", "slots": 8, "rows": num_rows, "uneven": uneven, "expected": expected})
+                rows[-1]["us"] = microseconds(calls, graph=True)
+                print(rows[-1], flush=True)
     for num_rows in CONTIGUOUS_ROWS:
         calls = [contiguous(ops, 9, num_rows)]
         rows.append({"layout": "contiguous", "slots": 9, "rows": num_rows, "us": microseconds(calls, graph=False)})
