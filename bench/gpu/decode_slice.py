@@ -77,7 +77,7 @@ def make_engine(folder: Path, groups: Groups, args: argparse.Namespace) -> Engin
     options = {
         "model": str(folder), "device": args.device, "load_format": "dummy", "max_model_len": max_model_len, "max_num_seqs": most,
         "max_num_batched_tokens": max(2048, 64 * most), "max_dispatch_tokens_per_rank": most * width,
-        "num_pages": most * max_model_len // 64,
+        "num_pages": most * max_model_len // 64, "compile_ahead": False,
         "enable_dbo": args.enable_dbo, "dbo_decode_token_threshold": 1,
         "data_parallel_size": args.dp, "speculative_config": SpeculativeConfig(num_speculative_tokens=args.mtp, adaptive=False),
     }  # fmt: skip

@@ -30,8 +30,8 @@ def make_engine(groups: Groups, args: argparse.Namespace) -> Engine:
     num_pages = (args.prompts + 1) * (args.length // 64 + 1)
     options = {
         "device": args.device, "load_format": "dummy", "max_model_len": args.length + 64, "max_num_seqs": args.prompts,
-        "max_num_batched_tokens": args.batch, "num_pages": num_pages, "graphs": False, "data_parallel_size": args.dp,
-        "tensor_parallel_size": args.tp, "enable_dbo": args.enable_dbo,
+        "max_num_batched_tokens": args.batch, "num_pages": num_pages, "graphs": False, "compile_ahead": False,
+        "data_parallel_size": args.dp, "tensor_parallel_size": args.tp, "enable_dbo": args.enable_dbo,
     }  # fmt: skip
     if args.device == "cpu":  # a rehearsal
         options |= {"weight_format": "fp8", "dtype": "float32"}
