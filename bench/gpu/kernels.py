@@ -35,6 +35,7 @@ BF16_RATE, FP8_RATE, FP32_RATE = (
 )  # operations/s: the best that these libraries reached on this card; fp32 by datasheet
 BATCH, CONTEXT, HIDDEN, VOCAB, HEADS = 128, 4096, 7168, 129_280, 128
 LINEARS = ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (36864, 7168), (7168, 18432))
+LITE_LINEARS = ((3648, 2048), (2048, 2048), (5632, 2048), (2048, 2816))  # V2-Lite's, in bf16
 L2_BYTES = 60 << 20
 BF16 = torch.bfloat16
 DEVICE = torch.device("cuda")
@@ -172,14 +173,17 @@ def row_jobs(ops) -> Iterator[Job]:
     )
 
 
-def linear_job(ops, num_rows: int, outer: int, inner: int) -> Job:
+def linear_job(ops, num_rows: int, outer: int, inner: int, dtype: str = "fp8") -> Job:
+    is_fp8 = dtype == "fp8"
+
     def make():
-        x, w = ops.silu_mul(normal(num_rows, 2 * inner), True), fp8(outer, inner)
+        x, w = ops.silu_mul(normal(num_rows, 2 * inner), is_fp8), fp8(outer, inner) if is_fp8 else normal(outer, inner)
         return lambda: ops.linear(x, w)
 
-    num_bytes = outer * inner + num_rows * (inner + 2 * outer)
-    provider = choose("linear", LINEAR, Product(BF16, num_rows, outer, inner, block=(128, 128))).served_by
-    return Job(f"linear fp8 {outer} x {inner}, {num_rows} rows", provider, num_bytes, 2 * num_rows * outer * inner, FP8_RATE, make)
+    num_bytes = (outer * inner + num_rows * inner) * (1 if is_fp8 else 2) + num_rows * 2 * outer
+    provider = choose("linear", LINEAR, Product(BF16, num_rows, outer, inner, block=(128, 128) if is_fp8 else None)).served_by
+    rate = FP8_RATE if is_fp8 else BF16_RATE
+    return Job(f"linear {dtype} {outer} x {inner}, {num_rows} rows", provider, num_bytes, 2 * num_rows * outer * inner, rate, make)
 
 
 def absorb_jobs(ops, num_rows: int) -> Iterator[Job]:
@@ -215,7 +219,7 @@ def product_jobs(ops) -> Iterator[Job]:
 
     yield plain("head bf16 129280 x 7168", VOCAB, HIDDEN, BF16, BF16_RATE)
 
-    for num_rows in (1, 64, BATCH, 2 * BATCH):
+    for num_rows in (1, 32, 64, BATCH, 2 * BATCH):
         yield from absorb_jobs(ops, num_rows)
 
     def masked(num_experts: int, num_rows: int, outer: int, inner: int, kind: str, op: Callable, provider: str) -> Job:
@@ -245,10 +249,18 @@ def small_jobs(ops) -> Iterator[Job]:
     for num_rows in (1, 8, 16, 64):
         for outer, inner in LINEARS:
             yield linear_job(ops, num_rows, outer, inner)
-    for num_rows in (1, 16, 64, 128):
-        make = on(ops.gate_logits, lambda num_rows=num_rows: normal(num_rows, HIDDEN), lambda: normal(256, HIDDEN, dtype=torch.float32))
-        num_bytes, flops = 4 * 256 * HIDDEN + num_rows * (2 * HIDDEN + 4 * 256), 2 * num_rows * 256 * HIDDEN
-        yield Job(f"gate_logits 256 x 7168, {num_rows} rows", TRITON, num_bytes, flops, FP32_RATE, make)
+    for num_rows in (1, 8, 64):
+        for outer, inner in LITE_LINEARS:
+            yield linear_job(ops, num_rows, outer, inner, "bf16")
+    for outer, inner in ((256, HIDDEN), (64, 2048)):
+        for num_rows in (1, 8, 16, 64, 128):
+
+            def make(num_rows=num_rows, outer=outer, inner=inner):
+                x, w = normal(num_rows, inner), normal(outer, inner, dtype=torch.float32)
+                return lambda: ops.gate_logits(x, w)
+
+            num_bytes, flops = 4 * outer * inner + num_rows * (2 * inner + 4 * outer), 2 * num_rows * outer * inner
+            yield Job(f"gate_logits {outer} x {inner}, {num_rows} rows", TRITON, num_bytes, flops, FP32_RATE, make)
 
     def masked(kind: str, num_experts: int, top_k: int, num_rows: int, outer: int, inner: int) -> Job:
         """Each of `num_rows` tokens goes to `top_k` experts, drawn at random."""
