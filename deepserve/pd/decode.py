@@ -74,11 +74,11 @@ class DecodeRole:
 
     @property
     def is_live(self) -> bool:
-        """Whether pages are expected."""
+        """Whether a hand-off may still succeed, and has its pages."""
         return any(not incoming.quarantined for incoming in self._incoming.values())
 
     @property
-    def is_quarantined(self) -> bool:
+    def is_unsettled(self) -> bool:
         """Whether pages wait for their writer to let go of them."""
         return any(incoming.quarantined for incoming in self._incoming.values())
 
@@ -152,10 +152,10 @@ class DecodeRole:
         """False while there is no room: pages for the prompt and a token, as for a sequence that starts here, and places in the batch."""
         submit, pages = reserve.submit, self._pages
         prompt = submit.prompt_token_ids
+        if self._scheduler.num_free_rows <= sum(not incoming.quarantined for incoming in self._incoming.values()):
+            return False
         hits, hashes = pages.match(array("i", prompt), submit.cache_salt)
-        room = pages.num_available - pages.num_cached_of(hits)
-        num_live = sum(not incoming.quarantined for incoming in self._incoming.values())
-        if pages.num_for(len(prompt) + 1) - len(hits) > room or self._scheduler.num_free_rows <= num_live:
+        if pages.num_for(len(prompt) + 1) - len(hits) > pages.num_available - pages.num_cached_of(hits):
             return False
         pages.hold(hits)
         incoming = _Incoming(reserve, line, hits, hashes, [[] for _ in self._descriptions])

@@ -45,8 +45,13 @@ class PrefillRole:
 
     @property
     def is_live(self) -> bool:
-        """Whether anything is computed for others, or under way to them."""
-        return bool(self._attempts)
+        """Whether a hand-off may still succeed."""
+        return any(not outgoing.given_up for outgoing in self._attempts.values())
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether anything of hand-offs that were given up is under way."""
+        return any(outgoing.given_up for outgoing in self._attempts.values())
 
     @property
     def held(self) -> list[list[int]]:

@@ -83,11 +83,12 @@ class HandOffs:
     @property
     def wait(self) -> Wait:
         """What this rank waits for where it has nothing to run."""
-        if self._prefill is not None and self._prefill.is_live:
+        leader = self._prefill or self._decode
+        if leader is None:
+            return Wait.MESSAGE
+        if leader.is_live:
             return Wait.MOMENT
-        if self._decode is not None and self._decode.is_live:
-            return Wait.MOMENT
-        return Wait.WHILE if self._decode is not None and self._decode.is_quarantined else Wait.MESSAGE
+        return Wait.WHILE if leader.is_unsettled else Wait.MESSAGE
 
     def on_message(self, line: Any, peer: Place | None, message: Message) -> None:
         """From a place, None: the router. Messages that are not for this role mean nothing to it."""
