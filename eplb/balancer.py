@@ -5,28 +5,24 @@ adds up what all ranks counted and plans beside the steps; a fixed number of ste
 begin, a slice before each step. The planner works with floating-point numbers, so one rank plans for all: two might not agree.
 """
 
-import logging
-import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from eplb.config import EPLBConfig
-from eplb.decide import Costs, decide
+from eplb.decide import Costs
 from eplb.load import LoadProfile, LoadWindow
 from eplb.migrate import Migration
 from eplb.pack import Layout
 from eplb.placement import Placement
-from eplb.plan import SAME_RANK, find_moves, plan
+from eplb.plan import SAME_RANK, find_moves
+from eplb.planner import Planner, Question
 from hw.api import Runtime
 from hw.groups import Group
 from hw.moves import Exchange
-
-logger = logging.getLogger(__name__)
 
 _READS = 16  # of the counters, in a window
 _PLAN_STEPS = 16  # that a plan has time for, or fewer if looks are closer together
@@ -64,7 +60,7 @@ class Balancer:
         self._read_steps = -(-config.window_size // _READS)
         self._num_steps = 0  # that have run
         self._adopt_step: int | None = None  # when the plan that is being made is due
-        self._planner = ThreadPoolExecutor(1, "eplb") if control.rank == 0 else None
+        self._planner = Planner() if control.rank == 0 else None
         self._profile: LoadProfile | None = None  # of the look whose plan is being made
         self._planned: Future[np.ndarray] | None = None
         self._regrouped = False  # since the last look
@@ -87,7 +83,7 @@ class Balancer:
         self._num_steps, self._regrouped = 0, True
         self._fetch_steps = 0  # what was asked for may have been before a step that is done again; ranks ask alike from here on
         if self._control.rank == 0 and self._planner is None:
-            self._planner = ThreadPoolExecutor(1, "eplb")
+            self._planner = Planner()
 
     def turn(self) -> None:
         """Between two steps. Collective; raises PeerLost."""
@@ -123,30 +119,9 @@ class Balancer:
         if leads:
             assert self._planner is not None
             self._profile = LoadProfile(self._numbers, self._window.num_steps, counts.sum(0).numpy())
-            self._planned = self._planner.submit(self._plan, self._profile, self._current.copy(), self._regrouped)
+            question = Question(self._profile, self._current.copy(), self._layout, self._costs, self._config, self._regrouped)
+            self._planned = self._planner.ask(question)
         self._regrouped = False
-
-    def _plan(self, profile: LoadProfile, current: np.ndarray, regrouped: bool) -> np.ndarray:
-        """In a thread of its own. regrouped: nobody has looked at this placement's balance yet, so it is made even, whatever that gains."""
-        config = self._config
-        if config.dump_profile is not None:
-            _dump(profile, Path(config.dump_profile))
-        if not profile.num_steps and not regrouped:
-            return current
-        load = profile.load()
-        found = plan(load if load.any() else np.ones_like(load), current, self._layout, tolerance=config.tolerance)
-        if regrouped:
-            logger.info("expert balance %.3f, planned %.3f", found.balancedness_before.mean(), found.balancedness_after.mean())
-            return found.phy2log
-        steps = {"window_steps": profile.num_steps, "horizon_steps": config.step_interval}
-        decision = decide(found, self._layout, self._costs, **steps, hysteresis=config.hysteresis)
-        kept = found.only(decision.layers, current)
-        logger.info(
-            "expert balance %.3f, planned %.3f by moving %d experts of %d layers (%.3f s saved until the next look, %.3f s spent)",
-            found.balancedness_before.mean(), (kept.mean / np.maximum(kept.peak_after, 1e-9)).mean(), kept.moves.num_remote,
-            decision.layers.sum(), decision.gain_s[decision.layers].sum(), decision.cost_s[decision.layers].sum(),
-        )  # fmt: skip
-        return kept.phy2log
 
     def _adopt(self) -> None:
         """All ranks learn the plan."""
@@ -173,13 +148,3 @@ class Balancer:
             self._layers[row].place(Placement(layout.num_logical, layout.num_ranks, tuple(self._current[row].tolist()), layout.num_nodes))
         if self._migration.done:
             self._migration = None
-
-
-def _dump(profile: LoadProfile, path: Path) -> None:
-    """Whoever reads the file finds a whole one. A full disk is no reason to stop serving."""
-    part = path.with_name(path.name + ".part")
-    try:
-        profile.dump(part)
-        os.replace(part, path)
-    except OSError as error:
-        logger.warning("cannot write the load profile %s: %s", path, error)
