@@ -13,8 +13,10 @@ namespace {
 
 #ifdef __AVX512BF16__
 constexpr int kTileRows = 6;  // 24 sums, 4 weights and a row's piece fill the 32 registers
+constexpr int kSpreadSums = 16;
 #else
 constexpr int kTileRows = 2;
+constexpr int kSpreadSums = 8;
 #endif
 constexpr int kTileColumns = 4;
 constexpr int kBlockRows = 24;  // rows that stay in the first-level cache while weights pass
@@ -92,73 +94,99 @@ void dot_columns(
   }
 }
 
-// Rows of x times a weight that lies by inner rows, [inner, outer]: two registers of columns for kRows rows.
-template <int kRows>
-void spread_tile(const bf16* x, int64_t x_row, const bf16* w, int64_t w_row, bf16* out, int64_t out_row, int64_t inner, int columns) {
-  using E = Elem<bf16>;
-  Vec low[kRows], high[kRows];
-  for (int i = 0; i < kRows; ++i) low[i] = high[i] = zero();
-  for (int64_t k = 0; k < inner; k += 2) {
-    const bool both = k + 1 < inner;
-    const bf16* p = w + k * w_row;
-    typename E::Reg a, b = E::read_part(p, 0), first_half, second_half;
-    if (columns == E::kSize) {
-      a = E::read(p);
-      if (both) b = E::read(p + w_row);
-    } else {
-      a = E::read_part(p, columns);
-      if (both) b = E::read_part(p + w_row, columns);
-    }
-    // A strip of columns is too narrow for the machine to see what comes next.
-    _mm_prefetch(reinterpret_cast<const char*>(p + kAheadRows * w_row), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(p + (kAheadRows + 1) * w_row), _MM_HINT_T1);
-    pair_up(a, b, first_half, second_half);
-    for (int i = 0; i < kRows; ++i) {
-      uint32_t bits = x[i * x_row + k].bits;
-      if (both) bits |= static_cast<uint32_t>(x[i * x_row + k + 1].bits) << 16;
-      const typename E::Reg pair = splat_pair(bits);
-      low[i] = E::dot(low[i], pair, first_half);
-      high[i] = E::dot(high[i], pair, second_half);
-    }
-  }
-  for (int i = 0; i < kRows; ++i) {
-    in_order(low[i], high[i]);
-    bf16* p = out + i * out_row;
-    const int left = std::min(columns, kLanes), right = columns - left;
-    store_part(p, low[i], left);
-    if (right) store_part(p + kLanes, high[i], right);
-  }
-}
+// A weight that lies by inner rows, [inner, outer], in strips of as many columns as two Vecs hold: kInner of its rows at a time, and what
+// of x goes with them. `both`: whether there are two rows left.
+template <class T>
+struct Strip;
 
-template <int kRows>
-void spread_tile(const float* x, int64_t x_row, const float* w, int64_t w_row, float* out, int64_t out_row, int64_t inner, int columns) {
-  const int left = std::min(columns, kLanes), right = columns - left;
-  Vec low[kRows], high[kRows];
-  for (int i = 0; i < kRows; ++i) low[i] = high[i] = zero();
-  for (int64_t k = 0; k < inner; ++k) {
-    _mm_prefetch(reinterpret_cast<const char*>(w + (k + kAheadRows) * w_row), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(w + (k + kAheadRows) * w_row + kLanes), _MM_HINT_T1);
-    const Vec a = load_part(w + k * w_row, left), b = right ? load_part(w + k * w_row + kLanes, right) : zero();
-    for (int i = 0; i < kRows; ++i) {
-      const Vec value = splat(x[i * x_row + k]);
-      low[i] = fma(value, a, low[i]);
-      high[i] = fma(value, b, high[i]);
+template <>
+struct Strip<float> {
+  static constexpr int kInner = 1;
+  using Reg = Vec;
+  static Reg value(const float* x, bool) { return splat(*x); }
+  static void read(const float* w, int64_t, bool, int columns, Reg& left, Reg& right) {
+    left = load_part(w, std::min(columns, kLanes));
+    right = columns > kLanes ? load_part(w + kLanes, columns - kLanes) : zero();
+  }
+  static Vec dot(Vec acc, Reg value, Reg w) { return fma(value, w, acc); }
+  static void finish(Vec&, Vec&) {}
+};
+
+template <>
+struct Strip<bf16> {
+  static constexpr int kInner = 2;
+  using Reg = Elem<bf16>::Reg;
+  static Reg value(const bf16* x, bool both) {
+    uint32_t bits = x->bits;
+    if (both) std::memcpy(&bits, x, sizeof(bits));
+    return splat_pair(bits);
+  }
+  static Reg row(const bf16* w, int columns) {
+    return columns == Elem<bf16>::kSize ? Elem<bf16>::read(w) : Elem<bf16>::read_part(w, columns);
+  }
+  static void read(const bf16* w, int64_t w_row, bool both, int columns, Reg& left, Reg& right) {
+    pair_up(row(w, columns), both ? row(w + w_row, columns) : Elem<bf16>::read_part(w, 0), left, right);
+  }
+  static Vec dot(Vec acc, Reg value, Reg w) { return Elem<bf16>::dot(acc, value, w); }
+  static void finish(Vec& left, Vec& right) { in_order(left, right); }
+};
+
+// kRows rows of x times kStrips strips, of `columns` columns each.
+template <class T, int kRows, int kStrips>
+void spread_tile(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t inner, int columns) {
+  using S = Strip<T>;
+  Vec left[kRows][kStrips], right[kRows][kStrips];
+  for (int i = 0; i < kRows; ++i)
+    for (int s = 0; s < kStrips; ++s) left[i][s] = right[i][s] = zero();
+  for (int64_t k = 0; k < inner; k += S::kInner) {
+    const bool both = k + 1 < inner;
+    typename S::Reg values[kRows];
+#pragma GCC unroll 6
+    for (int i = 0; i < kRows; ++i) values[i] = S::value(x + i * x_row + k, both);
+#pragma GCC unroll 8
+    for (int s = 0; s < kStrips; ++s) {
+      const T* p = w + k * w_row + s * 2 * kLanes;
+      // A strip is too narrow for the machine to see what comes next.
+      for (int ahead = 0; ahead < S::kInner; ++ahead)
+        for (std::size_t byte = 0; byte < 2 * kLanes * sizeof(T); byte += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(p + (kAheadRows + ahead) * w_row) + byte, _MM_HINT_T1);
+      typename S::Reg a, b;
+      S::read(p, w_row, both, columns, a, b);
+#pragma GCC unroll 6
+      for (int i = 0; i < kRows; ++i) {
+        left[i][s] = S::dot(left[i][s], values[i], a);
+        right[i][s] = S::dot(right[i][s], values[i], b);
+      }
     }
   }
-  for (int i = 0; i < kRows; ++i) {
-    store_part(out + i * out_row, low[i], left);
-    if (right) store_part(out + i * out_row + kLanes, high[i], right);
-  }
+#pragma GCC unroll 6
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+    for (int s = 0; s < kStrips; ++s) {
+      S::finish(left[i][s], right[i][s]);
+      T* to = out + i * out_row + s * 2 * kLanes;
+      store_part(to, left[i][s], std::min(columns, kLanes));
+      if (columns > kLanes) store_part(to + kLanes, right[i][s], columns - kLanes);
+    }
 }
 
 template <class T>
 void spread_columns(
     const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
-  for (int64_t j = begin; j < end; j += 2 * kLanes)
+  constexpr int kStrip = 2 * kLanes;
+  const int64_t step = rows > kTileRows ? kStrip : end - begin;  // many rows: a strip stays in the first-level cache for all of them
+  for (int64_t low = begin; low < end; low += step)
     for (int64_t i = 0; i < rows; i += kTileRows)
       with_count<kTileRows>(std::min<int64_t>(kTileRows, rows - i), [&](auto count) {
-        const int columns = static_cast<int>(std::min<int64_t>(2 * kLanes, end - j));
-        spread_tile<decltype(count)::value>(x + i * x_row, x_row, w + j, w_row, out + i * out_row + j, out_row, inner, columns);
+        constexpr int kRows = decltype(count)::value, kStrips = std::max(1, kSpreadSums / (2 * kRows));
+        const int64_t high = std::min(end, low + step);
+        int64_t j = low;
+        for (; j + kStrips * kStrip <= high; j += kStrips * kStrip)
+          spread_tile<T, kRows, kStrips>(x + i * x_row, x_row, w + j, w_row, out + i * out_row + j, out_row, inner, kStrip);
+        for (; j < high; j += kStrip) {
+          const int columns = static_cast<int>(std::min<int64_t>(kStrip, high - j));
+          spread_tile<T, kRows, 1>(x + i * x_row, x_row, w + j, w_row, out + i * out_row + j, out_row, inner, columns);
+        }
       });
 }
 
