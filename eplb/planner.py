@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import weakref
@@ -107,6 +108,7 @@ def _dump(profile: LoadProfile, path: Path) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks
     while True:
         try:
             question = pickle.load(sys.stdin.buffer)
