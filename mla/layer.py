@@ -90,11 +90,7 @@ class MLALayer:
         The result is this rank's part of the sum over TP ranks.
         """
         c, ops = self.config, self.ops
-        down = ops.linear(x, self.down)
-        q_input, latent, key = ops.latent_write(
-            down if self.q_norm is not None else down[:, self.q_width :], self.q_norm, self.kv_norm, c.latent_norm_eps, meta.positions,
-            self.table, cache, meta.slots, self.q_quant,
-        )  # fmt: skip
+        down, q_input, latent, key = self.write(x, meta, cache)
         q = down[:, : self.q_width] if q_input is None else ops.linear(q_input, self.q_up)
         q = q.view(-1, self.num_heads, c.qk_head_dim)
 
@@ -109,6 +105,14 @@ class MLALayer:
             parts.append(self._prefill(q[chunks], meta.positions[chunks], latent[chunks], key[chunks], meta.prefill, cache))
         parts = parts or [q.new_empty(0, self.num_heads * c.v_head_dim)]  # an idle rank's step
         return ops.linear(parts[0] if len(parts) == 1 else torch.cat(parts), self.out)
+
+    def write(self, x: Rows, meta: AttnMetadata, cache: torch.Tensor) -> tuple:
+        """The part of `forward` after which the cache has what later tokens attend to: the down projection and what `latent_write` says."""
+        down = self.ops.linear(x, self.down)
+        return down, *self.ops.latent_write(
+            down if self.q_norm is not None else down[:, self.q_width :], self.q_norm, self.kv_norm, self.config.latent_norm_eps,
+            meta.positions, self.table, cache, meta.slots, self.q_quant,
+        )  # fmt: skip
 
     def _prefill(self, q, positions, latent, key, meta: PrefillMeta, cache: torch.Tensor) -> torch.Tensor:
         """All chunks of a step take one form, the one that the longest of them prefers. q as projected; result `[T, H * v]`."""

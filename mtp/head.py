@@ -21,6 +21,9 @@ class Block(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x `[num_tokens, hidden]` -> output and residual, whose sum is the layer's output."""
 
+    def write(self, x: torch.Tensor, meta: Any, cache: torch.Tensor, lens: list[int]) -> None:
+        """Only what `forward`, with no residual, leaves in the cache."""
+
     def weights(self) -> list[Weight]:
         """Everything it holds."""
 
@@ -53,7 +56,14 @@ class DraftHead:
 
         `meta` is that of the positions of `hidden`; the block's latents go to their slots of `cache`.
         """
-        pair = torch.cat((self.ops.rms_norm(embedded, self.enorm, self.eps), self.ops.rms_norm(hidden, self.hnorm, self.eps)), dim=-1)
-        x, residual = self.block.forward(self.ops.linear(pair, self.eh_proj), None, meta, cache, step, lens)
+        x, residual = self.block.forward(self._joined(embedded, hidden), None, meta, cache, step, lens)
         normed, _ = self.ops.add_rms_norm(x, residual, self.norm, self.eps)
         return normed.rows(quantized=False)
+
+    def write(self, embedded: torch.Tensor, hidden: torch.Tensor, meta: Any, cache: torch.Tensor, lens: list[int]) -> None:
+        """Only what `forward` leaves in the cache."""
+        self.block.write(self._joined(embedded, hidden), meta, cache, lens)
+
+    def _joined(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        pair = torch.cat((self.ops.rms_norm(embedded, self.enorm, self.eps), self.ops.rms_norm(hidden, self.hnorm, self.eps)), dim=-1)
+        return self.ops.linear(pair, self.eh_proj)

@@ -10,12 +10,13 @@ best.
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-MIN_SAMPLES = 2  # measured steps before a cost counts
+MIN_SAMPLES = 3  # measured steps before a cost counts
 NEAR = 4  # doublings of the number of sequences over which costs by k are taken to keep their proportions until they are measured
 PROBE_EVERY, PROBE_SELDOM = 32, 128  # steps between turns of another k, at first and in the end
+REVIEW_EVERY = 4  # steps between looks for the best
 PROBE_STEPS = 2  # of one turn: drafts of the first are verified in the second
-COST_WEIGHT, PACE_WEIGHT = 0.1, 0.5  # of a new measurement
-MAX_OUTLIER = 1.5  # times the known cost: a step that was held up tells little
+COST_WEIGHT, PACE_WEIGHT = 0.3, 0.3  # of a new measurement
+MAX_OUTLIER = 1.2  # times the known cost: a step that was held up tells little
 MEMORY = 512  # drafts after which old acceptance counts for half
 STALE = 24  # drafts for which acceptance counts at most that was measured long ago: before a turn, where drafts were not made since
 # Before anything is known a draft is taken to stand more often than not, or nobody would try.
@@ -29,6 +30,7 @@ class _Load:
     costs: list[float]  # by number of drafts, in seconds where the pace is 1; meaningless without samples
     num_samples: list[int]
     pace: float = 1.0  # how slow steps are now, whatever their drafts: as those of the best show
+    num_steps: int = 0
     best: int = 0
     wait: int = PROBE_EVERY  # steps before the next turn
     interval: int = PROBE_EVERY
@@ -78,6 +80,8 @@ class DraftSchedule:
     def observe_step(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
         """A step that only decoded took so long, with as many drafts verified as made."""
         load = self._load(num_seqs)
+        if load.complete and load.num_samples[num_drafts] < MIN_SAMPLES:  # between two that are known: a better start than one step
+            load.costs, load.num_samples[num_drafts] = load.line(), MIN_SAMPLES
         cost, num_samples = load.costs[num_drafts], load.num_samples[num_drafts]
         load.num_samples[num_drafts] += 1
         if num_samples < MIN_SAMPLES:
@@ -88,7 +92,7 @@ class DraftSchedule:
         if num_drafts == load.best:
             load.pace *= change**PACE_WEIGHT
         else:
-            load.costs[num_drafts] *= change ** max(COST_WEIGHT, 1 / (num_samples + 1))
+            load.costs[num_drafts] *= change**COST_WEIGHT
 
     def acceptance(self) -> list[float]:
         """By position: how often a draft stands if all before it do."""
@@ -107,13 +111,16 @@ class DraftSchedule:
         if not self.adaptive or not self.max_drafts:
             return self.max_drafts
         load = self._load(num_seqs)
-        costs = self._costs(num_seqs.bit_length())
-        if costs is None:
-            return self.max_drafts if load.num_samples[-1] < MIN_SAMPLES else 0
-        best = max(range(self.max_drafts + 1), key=lambda k: self.tokens_per_step(k) / costs[k])
-        if best != load.best:
-            load.best, load.interval = best, PROBE_EVERY
-            load.wait = min(load.wait, PROBE_EVERY)
+        load.num_steps += 1
+        if load.num_steps % REVIEW_EVERY == 1 or not load.complete:
+            costs = self._costs(num_seqs.bit_length())
+            if costs is None:
+                return self.max_drafts if load.num_samples[-1] < MIN_SAMPLES else 0
+            best = max(range(self.max_drafts + 1), key=lambda k: self.tokens_per_step(k) / costs[k])
+            if best != load.best:
+                load.best, load.interval = best, PROBE_EVERY
+                load.wait = min(load.wait, PROBE_EVERY)
+        best = load.best
         load.wait -= 1
         if load.wait >= 0:
             return best

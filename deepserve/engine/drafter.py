@@ -33,11 +33,13 @@ class Drafter:
         """Move rows on by their draws `tokens` `[R]` and put `num_drafts` drafts behind each.
 
         hidden `[num_tokens, hidden]`, next_ids `[num_tokens]` int64 and meta are those of the step, with `tokens` among the next ids;
-        without drafts nobody looks at them.
+        without drafts they matter for chunks of prompts only, whose latents shall be there when drafts pay again.
         Returns how many drafts each decode entry accepted, `[num_decode]` int64.
         """
         accepted = self._state.settle(drawing.rows, tokens, drawing.num_decode, drawing.query_len)
         if not num_drafts:
+            if self._model.draft_head is not None and meta is not None and meta.prefill is not None:
+                self._model.write_drafts(next_ids, hidden, meta, self._caches)
             return accepted
         assert meta is not None
         hidden = self._model.draft(next_ids, hidden, meta, self._caches, step)

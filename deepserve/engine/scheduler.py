@@ -313,8 +313,6 @@ class Scheduler:
         counts = list(scheduled.values())
         starts = [s.num_started for s in order]
         draws = [i for i, s in enumerate(order) if i < num_decode or (starts[i] + counts[i] == s.num_expected and s.params.max_tokens)]
-        if self.drafts and len(order) > num_decode:
-            num_drafts = max(num_drafts, 1)  # the MTP module's latents of a prompt are there if drafts are wanted later
         plan = StepPlan(
             step=self._num_planned,
             fills=[RowFill.of(s) for s in fills],

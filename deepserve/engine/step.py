@@ -55,7 +55,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     counts: list[int]
     num_decode: int
     query_len: int
-    num_drafts: int  # to make behind each draw, for the next step; 0: the MTP module does not run
+    num_drafts: int  # to make behind each draw, for the next step; 0: the MTP module only writes its latents of prompts
     draws: list[int]  # entries that end at their sequence's last known token and draw: all decode entries, and last chunks of prompts
     prompt_logprobs: list[int]  # entries whose prompt positions want log-probabilities
 

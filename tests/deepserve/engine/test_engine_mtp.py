@@ -123,6 +123,23 @@ def test_a_random_model_accepts_next_to_nothing_and_draws_the_same(tmp_path):
             assert run_together(make_engine(**args, **mtp(num_drafts)), requests, disturb) == expected, (num_drafts, disturb)
 
 
+def test_without_drafts_the_latents_of_prompts_are_written_all_the_same():
+    """In chunks, the second beside a sequence that decodes; so that drafts are as good as ever when they pay again."""
+    requests = [Request(case["prompt_ids"], {"max_tokens": 4, "ignore_eos": True}) for case in golden_cases()[:2]]
+    caches = []
+    for chosen in (1, 0):
+        engine = make_engine(**mtp(1, adaptive=True), long_prefill_token_threshold=9, enable_prefix_caching=False)
+        engine.scheduler.drafts.choose = lambda num_seqs, chosen=chosen: chosen
+        run_together(engine, requests)
+        assert (engine.load().num_draft_tokens > 0) == bool(chosen)
+        caches.append(engine.runner.caches[-1])
+    pages, num_slots = [0, 1], [len(request.prompt) for request in requests]
+    assert max(num_slots) <= caches[0].shape[1], "a page each"
+    for page, num in zip(pages, num_slots, strict=True):
+        rows = [cache[page, :num] for cache in caches]
+        assert rows[0].abs().amin(-1).max() > 0 and torch.equal(*rows)
+
+
 def test_aborts_leave_nothing_behind(tmp_path):
     engine = make_engine(model=minimal_mtp_folder(tmp_path), load_format="dummy", async_scheduling=True, **mtp(4))
     driver = Driver(engine)
