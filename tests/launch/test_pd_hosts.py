@@ -121,6 +121,24 @@ def test_a_cut_prefill_host_costs_nobody_an_answer(hosts, expected):
     wait_for_balance(hosts)
 
 
+@pytest.mark.parametrize("hosts", [lambda: Network(3)], indirect=True, ids=["three hosts"])
+def test_a_cut_decode_host_leaves_no_client_waiting(hosts, expected):
+    """Its instance stands still on the other host too; what was handed to it, or is on its way there, ends with an error."""
+    askers = begin(hosts, 24, 400)
+    cut = next(host for host in hosts.cluster.instance("decode0").hosts if host != hosts.cluster.frontend.host)
+    hosts.network.cut(cut)
+    cut_s = time.monotonic()
+    try:
+        answers = askers.end()
+    finally:
+        hosts.network.mend(cut)
+    check_answers(answers, expected)
+    assert any(status != 200 for status, _, _ in answers)
+    assert max(ended_s for _, _, ended_s in answers) - cut_s < BOUND_S
+    wait_for_balance(hosts)
+    assert ask(hosts, CASES[0]["prompt"]).json()["choices"][0]["text"] == expected[0]
+
+
 def test_a_killed_rank_of_either_role(hosts, expected):
     for host, num_left in ((hosts.first, 2), (hosts.cluster.instance("decode0").hosts[0], 1)):
         askers = begin(hosts, 24, 60)
