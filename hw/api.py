@@ -203,7 +203,6 @@ class Ops(Protocol):
 
     def unabsorb(self, out: torch.Tensor, w_uv: torch.Tensor, quant: bool = False) -> Rows:
         """Values from attended latents: out `[T, H, L]`, w_uv `[H, v, L]` -> `out @ w_uv.T` of each head, `[T, H * v]`.
-
         Rounded to the model dtype, and quantised after that if `quant`.
         """
 
@@ -226,7 +225,6 @@ class Ops(Protocol):
 
     def latent_gather(self, cache: torch.Tensor, page_table: torch.Tensor, first: list[int], lens: list[int]) -> torch.Tensor:
         """Rows `first[i] .. first[i] + lens[i]` of sequence i, all sequences one after the other: `[sum(lens), L + r]`.
-
         page_table `[num_seqs, max_pages]` int32, -1 = unused.
         """
 
@@ -369,7 +367,6 @@ class ExpertComm(Protocol):
         self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Weighted sum of expert outputs y (laid out like `dispatched.x`), plus `shared` `[T, D]`: `[T, D]`. topk_weight `[T, k]` fp32.
-
         Summed in fp32, the shared rows last, and rounded once to y's dtype.
         """
 
@@ -430,13 +427,11 @@ class Runtime(Protocol):
 
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         """Compile what these shapes need and earlier starts have not left behind; nothing where nothing is compiled.
-
         progress: show a bar; None: if stderr is a terminal. Ranks that share a folder of compiled kernels take turns.
         """
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """Record device work once; the result repeats it on the same storage and returns the same tensors.
-
         The work must not wait for the device, and reads what varies from buffers that its maker keeps.
         """
 
