@@ -159,37 +159,45 @@ def test_aborts_leave_nothing_behind(tmp_path):
 SEED = 1  # whose first tokens differ
 
 
-@pytest.fixture
-def told(tmp_path) -> Callable[..., tuple[Engine, Request, list[int]]]:
-    """`told(**params)`: an engine that drafts 8 right tokens each time, a request, its tokens, and an engine that drafts none.
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> Callable[..., tuple[Engine, Request, list[int], Engine]]:
+    """`told(asynchronous, **params)`: an engine that drafts 8 right tokens each time, a request, its tokens, an engine that drafts none.
 
     The first step draws one token, the next one nine.
     """
-    args = {"model": minimal_mtp_folder(tmp_path), "load_format": "dummy", "batch_invariant": True}
+    torch.set_num_threads(1)
+    args = {"model": minimal_mtp_folder(tmp_path_factory.mktemp("told")), "load_format": "dummy", "batch_invariant": True}
+    args["enable_prefix_caching"] = False  # one engine serves many tests
+    settings = {"max_tokens": 30, "temperature": 2.0, "seed": SEED, "ignore_eos": True, "logprobs": 1}
     plain = make_engine(**args)
+    (story,) = run_together(plain, [Request([5, 9, 20], settings)])
+    assert len(set(story.tokens[:10])) == 10, "an end at one place must be none at another"
+    engines = {asynchronous: make_engine(**args, **mtp(8), async_scheduling=asynchronous) for asynchronous in (False, True)}
+    for engine in engines.values():
+        tell_drafts(engine, [5, 9, 20, *story.tokens])
 
     def get(asynchronous: bool = False, **params) -> tuple[Engine, Request, list[int], Engine]:
-        settings = {"max_tokens": 30, "temperature": 2.0, "seed": SEED, "ignore_eos": True, "logprobs": 1}
-        (story,) = run_together(plain, [Request([5, 9, 20], settings)])
-        assert len(set(story.tokens[:10])) == 10, "an end at one place must be none at another"
-        engine = make_engine(**args, **mtp(8), async_scheduling=asynchronous)
-        tell_drafts(engine, [5, 9, 20, *story.tokens])
-        return engine, Request([5, 9, 20], {**settings, **params}), story.tokens, plain
+        return engines[asynchronous], Request([5, 9, 20], {**settings, **params}), story.tokens, plain
 
     return get
 
 
 def end_of(engine: Engine, request: Request) -> tuple[Story, int]:
+    """And how many tokens the engine counted for it."""
+    before = engine.scheduler.stats.num_generated_tokens
     (story,) = run_together(engine, [request])
-    return story, engine.scheduler.stats.num_generated_tokens
+    return story, engine.scheduler.stats.num_generated_tokens - before
 
 
 def test_all_drafts_stand_when_they_are_right(told):
     engine, request, tokens, _ = told()
+    before = engine.load()
     story, num_generated = end_of(engine, request)
     assert story.tokens == tokens and num_generated == 30
-    assert engine.load().num_steps == 5  # 1 + 9 + 9 + 9 + 2
-    assert engine.load().num_accepted_tokens == engine.load().num_draft_tokens == 8 * 3 + 1
+    after = engine.load()
+    assert after.num_steps - before.num_steps == 5  # 1 + 9 + 9 + 9 + 2
+    drafted, accepted = (getattr(after, name) - getattr(before, name) for name in ("num_draft_tokens", "num_accepted_tokens"))
+    assert accepted == drafted == 8 * 3 + 1
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
@@ -204,9 +212,10 @@ def test_stop_token_at_every_place_of_a_run(told, place, asynchronous):
 
 
 @pytest.mark.parametrize("place", range(10))
-def test_end_of_sequence_at_every_place_of_a_run(told, place):
+def test_end_of_sequence_at_every_place_of_a_run(told, monkeypatch, place):
     engine, request, tokens, _ = told(ignore_eos=False, min_tokens=min(place, 4))
-    engine.scheduler.config = dataclasses.replace(engine.scheduler.config, eos_token_ids=frozenset({tokens[place]}))
+    config = dataclasses.replace(engine.scheduler.config, eos_token_ids=frozenset({tokens[place]}))
+    monkeypatch.setattr(engine.scheduler, "config", config)
     story, num_generated = end_of(engine, request)
     assert (story.tokens, story.finish_reason, num_generated) == (tokens[: place + 1], "stop", place + 1)
 
