@@ -13,7 +13,7 @@ import ipaddress
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -25,7 +25,7 @@ from hw.groups import Groups
 
 PARK_S = 5.0
 WHILE_S = 1.0
-MOMENT_MS = 2  # between looks at a transfer: little beside what it takes, and little work where the rank has nothing else to do
+LOOK_MS = 2  # between looks at a transfer: little beside what it takes, and little work where the rank has nothing else to do
 
 
 class Wait(IntEnum):
@@ -33,7 +33,7 @@ class Wait(IntEnum):
 
     MESSAGE = 0
     WHILE = 1  # or until `WHILE_S` have passed, for it has to ask again for something
-    MOMENT = 2  # something comes without a message
+    LOOK = 2  # the same, and something may come without a message
 
 
 @dataclass(frozen=True)
@@ -145,24 +145,23 @@ class Lockstep:
         regroup = bool(leaving) or any(row[9] for row in leaders)
         return Outcome(num_tokens, step, collect, end, max(row[5] for row in leaders), wait, news, leaving, regroup)
 
-    def park(self, poller: zmq.Poller, wait: Wait = Wait.MESSAGE) -> None:
+    def park(self, poller: zmq.Poller, wait: Wait = Wait.MESSAGE, look: Callable[[], bool] | None = None) -> None:
         """Sleep until a message or a wake-up of this park comes in, or it is time to see whether the other ranks live, or what `wait` says.
 
-        `poller` holds this rank's other sockets; a message there wakes the other ranks, and so does the time.
+        `poller` holds this rank's other sockets; a message there wakes the other ranks, and so do time and a `look` that finds something.
         """
-        if wait is Wait.MOMENT:  # all are back so soon that nobody needs waking
-            poller.poll(MOMENT_MS)
-            return
         self._num_parks += 1
         limit_s = PARK_S if self._peers else math.inf
-        deadline = time.monotonic() + (min(limit_s, WHILE_S) if wait is Wait.WHILE else limit_s)
+        deadline = time.monotonic() + (limit_s if wait is Wait.MESSAGE else min(limit_s, WHILE_S))
         poller.register(self.wakeups, zmq.POLLIN)
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            ready = dict(poller.poll(None if math.isinf(left_s) else math.ceil(left_s * 1000)))
+            left_ms = max(0.0, deadline - time.monotonic()) * 1000
+            looks = look is not None and wait is Wait.LOOK
+            sleep_ms = min(left_ms, LOOK_MS) if looks else left_ms
+            ready = dict(poller.poll(None if math.isinf(sleep_ms) else math.ceil(sleep_ms)))
             if self.wakeups in ready and not self._take_wakeups():
                 ready.pop(self.wakeups)  # a late one, of an earlier park
-            if ready or time.monotonic() >= deadline:
+            if ready or time.monotonic() >= deadline or (looks and look()):
                 break
         poller.unregister(self.wakeups)
         if self.wakeups not in ready:

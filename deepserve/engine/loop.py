@@ -133,7 +133,7 @@ class EngineLoop:
             self._hand_offs.exchange(outcome)
         if outcome.idle:
             if not outcome.news:
-                self._lockstep.park(self._poller, outcome.wait)
+                self._lockstep.park(self._poller, outcome.wait, None if self._hand_offs is None else self._hand_offs.look)
             return True
         if outcome.collect:
             self._send_outputs(self.engine.collect())

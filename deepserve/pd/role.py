@@ -55,6 +55,8 @@ class HandOffs:
         self._engine, self._tp, self._clock = engine, engine.groups.tp, clock
         caches = engine.runner.caches
         self._transfer = open_transfer(f"{place.instance}.{engine.groups.rank}", caches)
+        self._parts: list[Part] = []  # that have arrived here, unless this is a prefill instance
+        self._reports: list[Report] = []  # of this rank's writes
         self._outbox: list[News] = []  # for the other ranks of the TP group
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[News])
         self._writer = Writer(self._transfer, len(caches), self._tp.rank, self._tp.size, clock) if role == "prefill" else None
@@ -87,7 +89,7 @@ class HandOffs:
         if leader is None:
             return Wait.MESSAGE
         if leader.is_live:
-            return Wait.MOMENT
+            return Wait.LOOK
         return Wait.WHILE if leader.is_unsettled else Wait.MESSAGE
 
     def on_message(self, line: Any, peer: Place | None, message: Message) -> None:
@@ -111,11 +113,18 @@ class HandOffs:
         if self._decode is not None:
             self._decode.forget(line, self._clock())
 
+    def look(self) -> bool:
+        """See what has moved; whether there is anything for `turn` to act on."""
+        self._parts += [part for _, part in self._transfer.poll()]
+        if self._writer is not None:
+            self._reports += self._writer.poll()
+        return bool(self._parts or self._reports)
+
     def turn(self) -> list[SequenceOutput]:
-        """Before a step is planned, and none is half told: see what has moved and act on it. News for clients."""
+        """Before a step is planned, and none is half told: act on what has moved. News for clients."""
         now_s = self._clock()
-        parts = [part for _, part in self._transfer.poll()]
-        reports = [] if self._writer is None else self._writer.poll()
+        self.look()
+        parts, reports, self._parts, self._reports = self._parts, self._reports, [], []
         if self._prefill is not None:
             for report in reports:
                 self._prefill.on_report(0, report)
