@@ -9,11 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import zmq
 
-from deepserve.engine.lockstep import Ballot, Lockstep, expert_step
+from deepserve.engine.lockstep import Ballot, Lockstep, Wait, expert_step
 from hw.api import ExpertMode, ExpertStep
 from hw.groups import PeerLost
 from hw.topology import ParallelConfig
@@ -74,8 +75,8 @@ class Rank:
     def __post_init__(self):
         self.poller.register(self.inbox, zmq.POLLIN)
 
-    def park(self) -> None:
-        self.lockstep.park(self.poller)
+    def park(self, *args: Any) -> None:
+        self.lockstep.park(self.poller, *args)
 
     def take(self) -> int:
         """Read all that the frontend sent; how much work it was."""
@@ -233,6 +234,18 @@ def test_a_message_to_one_rank_wakes_all(team: Team, woken: int):
     for future in parked:
         future.result(WAIT_S)
     assert [rank.take() for rank in team.ranks] == [int(rank == woken) for rank in range(3)]
+
+
+def test_a_look_that_finds_something_wakes_all(team: Team, monkeypatch: pytest.MonkeyPatch):
+    for limit in ("PARK_S", "WHILE_S"):
+        monkeypatch.setattr(f"deepserve.engine.lockstep.{limit}", 2 * WAIT_S)  # so that no time wakes them
+    found = threading.Event()
+    looks = [lambda: False, found.is_set, lambda: False]
+    parked = team.start(lambda rank: team.ranks[rank].park(Wait.LOOK, looks[rank]))
+    assert not wait_for(parked, 0.1).done, "a rank does not stay parked"
+    found.set()
+    for future in parked:
+        future.result(WAIT_S)
 
 
 def test_a_message_that_came_before_parking_is_not_slept_over(team: Team):
