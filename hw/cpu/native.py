@@ -6,6 +6,7 @@ threads are of their own (`csrc/threads.h`).
 
 import ctypes
 import hashlib
+import logging
 import platform
 import shutil
 import struct
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hw.kernel_folder import locked, make_folder
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("g++", "clang++")
@@ -107,6 +110,7 @@ def open_kernels(folder: str | None = None, target: str | None = None) -> Kernel
             path.parent.mkdir(exist_ok=True)
             with locked(path.parent):
                 if not path.exists():
+                    logger.info("CPU kernels: %s compiles them, once", compiler)
                     _compile([s for s in sources if s.suffix == ".cpp"], path, compiler, TARGETS[target][1])
         return Kernels(path, target)
     except OSError as error:
