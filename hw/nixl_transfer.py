@@ -1,4 +1,4 @@
-"""`KVTransfer` over NIXL and UCX, for pages in host memory or on a CUDA device (the latter untried: it needs the hardware).
+"""`KVTransfer` over NIXL and UCX, for pages in host memory or on a CUDA device (tried on one and between two of one host).
 
 NIXL completes a write when it is flushed at the peer. The announcement is a notification of its own, sent only then: one that
 rides on the write could not be withheld from a cancelled one. A peer is removed only after the last write to it is settled: removal

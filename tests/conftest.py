@@ -11,7 +11,8 @@ from hw.testing import available_backends, num_devices
 
 # These are about accelerators and nothing else; on a machine without one, or without two, there is nothing to run.
 _MOST = max((num_devices(name) for name in available_backends() if name != "cpu"), default=0)
-collect_ignore = ["hw/test_cuda.py", "hw/test_cuda_small.py", "deepserve/engine/test_engine_devices.py"] if _MOST < 1 else []
+_ON_DEVICES = ["hw/test_cuda.py", "hw/test_cuda_small.py", "deepserve/engine/test_engine_devices.py", "deepserve/pd/test_device.py"]
+collect_ignore = [*_ON_DEVICES] if _MOST < 1 else []
 collect_ignore += ["hw/test_cuda_ranks.py", "deepserve/test_device_ranks.py"] if _MOST < 2 else []
 
 
