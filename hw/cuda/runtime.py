@@ -23,7 +23,7 @@ class CudaRuntime:
     captures = True
     captures_any_size = False
     runs_ahead = True
-    compiles = False
+    compiles = True
 
     def __init__(self, device: torch.device, kernel_cache: KernelCache, peers: Group | None = None):
         """peers: ranks whose work this one's waits for; a wait longer than their timeout raises PeerLost."""
