@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import NoReturn
 
 import msgspec
 import torch.distributed as dist
@@ -328,6 +329,7 @@ def _start(options: RankOptions, context: zmq.Context, lifeline: Lifeline) -> En
 
 
 def main() -> int:
+    """Run a rank; returns only if it could not start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # Ctrl-C and service managers signal the whole group. Whoever started the rank drains first and then cuts the lifeline.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -355,12 +357,16 @@ def main() -> int:
         logger.exception(reason)
     loop.close(reason)
     context.term()
-    return code
+    # From here, while all of it is still held: what ranks share on GPUs is torn down together with the others, who may be gone.
+    leave(code)
 
 
-if __name__ == "__main__":
-    # The lifeline thread sits in a read that nothing interrupts; leave without waiting for it.
-    code = main()
+def leave(code: int) -> NoReturn:
+    """End at once: the lifeline thread sits in a read that nothing interrupts."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())
