@@ -50,7 +50,7 @@ def experts(opened) -> Iterator[Callable[[], object]]:
 
 
 def products(opened) -> Iterator[Callable[[], object]]:
-    """FP8 products of few and more rows, and V3's heads around attention."""
+    """Products of few and more rows, in FP8 and bf16, and V3's heads around attention."""
     ops, device = opened.ops, opened.runtime.device
 
     def weight(*shape: int) -> QuantTensor:
@@ -62,6 +62,9 @@ def products(opened) -> Iterator[Callable[[], object]]:
         yield lambda x=x: ops.linear(x, linear)
         masked = torch.randn(3, max(3, num_rows), 1024, device=device).bfloat16()
         yield lambda masked=masked: ops.silu_mul(ops.grouped_linear_masked(masked, grouped, counts), True, counts)
+    dense = torch.randn(102, 2816, device=device).bfloat16()  # tiles of 4 and of 16 rows have some too many
+    for num_rows in (1, 3):
+        yield lambda num_rows=num_rows: ops.linear(torch.randn(num_rows, 2816, device=device).bfloat16(), dense)
     gate = torch.randn(256, 7168, device=device)
     for num_rows in (1, 40):
         yield lambda num_rows=num_rows: ops.gate_logits(torch.randn(num_rows, 7168, device=device).bfloat16(), gate)
