@@ -36,6 +36,7 @@ def main() -> None:
     seconds = parser.parse_args().seconds
     torch.set_num_threads(1)
     native = open_backend("cpu", cpu_kernels="native")
+    native.ops.kernels.has_amx = False  # the kernels themselves, also where a matrix unit would be left to torch
     print(f"native kernels for {native.ops.kernels.target}, torch {torch.__version__}; GFLOP/s, and GB/s of weights, on one thread")
     print(f"{'dtype':>9} {'rows':>5} {'inner':>6} {'outer':>7} {'native':>8} {'torch':>8} {'ratio':>6} {'native GB/s':>12}")
     for dtype in (torch.bfloat16, torch.float32):

@@ -55,8 +55,9 @@ class NoKernels(Exception):
 class Kernels:
     """The loaded library; each kernel is an attribute. Addresses are those of tensors in memory, `None` for one that is left out."""
 
-    def __init__(self, path: Path, target: str):
-        self.path, self.target = path, target
+    def __init__(self, path: Path, target: str, has_amx: bool = False):
+        """has_amx: whether this CPU has a unit for matrices of bf16, which torch uses and these kernels do not."""
+        self.path, self.target, self.has_amx = path, target, has_amx
         self._library = ctypes.CDLL(str(path))
         for name, arguments in {**_SIGNATURES, "repeat_calls": "pi"}.items():
             function = getattr(self._library, name)
@@ -112,13 +113,22 @@ def open_kernels(folder: str | None = None, target: str | None = None) -> Kernel
                 if not path.exists():
                     logger.info("CPU kernels: %s compiles them, once", compiler)
                     _compile([s for s in sources if s.suffix == ".cpp"], path, compiler, TARGETS[target][1])
-        return Kernels(path, target)
+        return Kernels(path, target, "amx_bf16" in cpu_flags())
     except OSError as error:
         raise NoKernels(f"they cannot be kept or loaded: {error}") from None
 
 
 def best_target() -> str:
     """The first of `TARGETS` that this CPU can run. Raises NoKernels."""
+    flags = cpu_flags()
+    for target, (needed, _) in TARGETS.items():
+        if needed <= flags:
+            return target
+    raise NoKernels("they need a CPU with AVX2")
+
+
+def cpu_flags() -> set[str]:
+    """What this CPU can do, in Linux's words. Raises NoKernels where that cannot be asked."""
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64"):
         raise NoKernels(f"they are for x86-64, this CPU is {machine}")
@@ -126,11 +136,7 @@ def best_target() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError as error:
         raise NoKernels(f"the CPU cannot be asked what it can do: {error}") from None
-    flags = set(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
-    for target, (needed, _) in TARGETS.items():
-        if needed <= flags:
-            return target
-    raise NoKernels("they need a CPU with AVX2")
+    return set(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
 
 
 def _compile(sources: list[Path], path: Path, compiler: str, target: tuple[str, ...]) -> None:

@@ -29,7 +29,7 @@ class NativeAttention(NativeProducts):
         return quantize_activation(values.flatten(1)) if quant else values.flatten(1)
 
     def expand_latent(self, latent, key, kv_up, nope):
-        if not takes(latent, kv_up):
+        if not takes(latent, kv_up) or self.left_to_torch(latent.dtype, latent.shape[0]):
             return super().expand_latent(latent, key, kv_up, nope)
         num_rows, num_heads = latent.shape[0], kv_up.shape[0]
         keys = torch.empty(num_rows, num_heads, nope + key.shape[1], dtype=latent.dtype)

@@ -28,10 +28,16 @@ class NativeProducts:
 
     kernels: Kernels
 
+    def left_to_torch(self, dtype: torch.dtype, rows: int) -> bool:
+        """Whether torch multiplies so many rows faster: with a matrix unit by up to 14 times, from about 8 rows on (bench/cpu_products).
+        Its bits depend on the number of rows, so never in the invariant mode.
+        """
+        return self.kernels.has_amx and self.rows_by_library and dtype is torch.bfloat16 and rows >= 8
+
     def linear(self, x: Rows, weight):
         if isinstance(weight, QuantTensor) and isinstance(x, torch.Tensor):
             weight = dequantize(weight, x.dtype)
-        if not takes(x, weight):
+        if not takes(x, weight) or self.left_to_torch(x.dtype, x.shape[0]):
             return super().linear(x, weight)
         out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
         self._product(x, weight, out, rows=x.shape[0])
@@ -47,7 +53,7 @@ class NativeProducts:
         return out
 
     def grouped_linear(self, x: Rows, weight, layout: ExpertRows):
-        if not takes(x, weight):
+        if not takes(x, weight) or self.left_to_torch(x.dtype, x.shape[0] // weight.shape[0]):
             return super().grouped_linear(x, weight, layout)
         out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)
         starts, counts = torch.tensor(layout.starts, dtype=torch.int64), torch.tensor(layout.counts, dtype=torch.int32)

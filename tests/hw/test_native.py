@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hw.api import Unsupported
+from hw.api import ExpertRows, Unsupported
 from hw.cpu import native
 from hw.cpu.native import NoKernels, open_kernels
 from hw.cpu.native_ops import NativeOps
@@ -68,6 +68,21 @@ def test_why_there_are_none(small, monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
     with pytest.raises(NoKernels, match="this CPU is aarch64"):
         open_kernels()
+
+
+def test_a_matrix_unit_is_left_to_torch_but_for_few_rows_and_the_invariant_mode():
+    w = torch.randn(700, 1000).bfloat16()
+    for invariant in (False, True):
+        ops = open_backend("cpu", batch_invariant=invariant, cpu_kernels="native").ops
+        for dtype, rows in ((torch.bfloat16, 40), (torch.bfloat16, 3), (torch.float32, 40)):
+            x, weight = torch.randn(rows, 1000).to(dtype), w.to(dtype)
+            ops.kernels.has_amx = False
+            by_kernel = ops.linear(x, weight)
+            ops.kernels.has_amx = True
+            by_torch = not invariant and dtype is torch.bfloat16 and rows == 40
+            assert torch.equal(ops.linear(x, weight), x @ weight.T if by_torch else by_kernel)
+            grouped = ops.grouped_linear(x, weight[None], ExpertRows([rows]))
+            assert torch.equal(grouped, x @ weight.T if by_torch else by_kernel)
 
 
 def test_threads_serve_callers_at_once_and_a_forked_process():
