@@ -158,6 +158,7 @@ class LocalInstance:
         free = [replica for replica in range(most) if self._ranks(replica)[0] not in self._processes]
         if dp > len(present) + len(free):
             raise ValueError(f"dp {dp}: {len(self._leaving)} replicas are still about to leave, ask again once they have")
+        present.sort(key=self._started_s.__getitem__)  # who came last goes first: those that are still loading serve nobody
         for replica in present[dp:]:
             self._leaving.add(replica)
             for rank in self._ranks(replica):

@@ -119,7 +119,7 @@ class Frontend:
             if self._spawn is not None:
                 await asyncio.to_thread(self._spawn.start, self.client.address)
             said_ready = False
-            while True:
+            while not self._end.done():  # then processes end because they were told to
                 death = None if self._spawn is None else self._spawn.poll({e.register.pid for e in self.client.engines.values()})
                 if death is not None and death.outlived:
                     self.client.forget(death.outlived, str(death))
