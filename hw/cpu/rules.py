@@ -26,7 +26,8 @@ def providers(model: ModelShapes) -> list[Provider]:
         return [Provider("all of Ops", "torch", f"native kernels: {error}", shape="all"), comm]
     names = [name for name in vars(Ops) if not name.startswith("_")]
     served = [name for name in names if getattr(NativeOps, name) is not getattr(CpuOps, name)]
-    native = Provider(", ".join(served), f"native kernels for {kernels.target}", shape="fp32 and bf16, dense")
+    amx = "products of 8 rows and more in bf16 are torch's: this CPU has AMX" if kernels.has_amx else ""
+    native = Provider(", ".join(served), f"native kernels for {kernels.target}", amx, shape="fp32 and bf16, dense")
     return [native, Provider("the rest", "torch", shape="all"), comm]
 
 
