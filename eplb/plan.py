@@ -1,8 +1,8 @@
 """From loads and the current placement to a better one that is cheap to reach. Pure; NumPy only.
 
 The target is the balance of DeepSeek's algorithm (`eplb.pack`) less a tolerance. Layers that reach it already stay as they are; others
-are changed slot by slot from where they are (`eplb.search`); what cannot be mended so is packed anew, with ranks and slots numbered to
-keep what they hold. No layer ends hotter than `1 + tolerance` times DeepSeek's hottest rank.
+are changed slot by slot from where they are (`eplb.search`); what cannot be mended so, or drifted far, is packed anew, with ranks and
+slots numbered to keep what they hold. No layer ends hotter than `1 + tolerance` times DeepSeek's hottest rank.
 """
 
 from dataclasses import dataclass, replace
@@ -73,25 +73,31 @@ def balancedness(rank_load: np.ndarray) -> np.ndarray:
     return _ratio(rank_load.mean(-1), rank_load.max(-1))
 
 
-def plan(load: np.ndarray, current: np.ndarray, layout: Layout, *, tolerance: float = 0.002, far_cost: float = 4.0) -> Plan:
+def plan(
+    load: np.ndarray, current: np.ndarray, layout: Layout, *, tolerance: float = 0.002, far_cost: float = 4.0, anew: float = 0.1
+) -> Plan:
     """load `[layers, num_logical]`, current phy2log `[layers, num_physical]`.
 
     tolerance: how far above the hottest rank of DeepSeek's algorithm a layer may stay. far_cost: a move between nodes, in moves inside one.
+    anew: a layer whose hottest rank is this far above DeepSeek's is packed anew at once. The search stops when no rank is above the limit
+    and leaves many just below it, which the next drift of that size lifts above; packing evens out all ranks.
     """
     load = load.astype(np.float64)
     fresh = rebalance(load, layout)
     before = rank_loads(load, current, layout.num_ranks)
-    limit = rank_loads(load, fresh, layout.num_ranks).max(-1) * (1 + tolerance)
+    target = rank_loads(load, fresh, layout.num_ranks).max(-1)
+    limit, peak = target * (1 + tolerance), before.max(-1)
     phy2log = current.copy()
-    wanting = np.flatnonzero(before.max(-1) > limit)
-    if len(wanting):
-        searched = _search(load[wanting], current[wanting], limit[wanting], layout, far_cost)
-        failed = rank_loads(load[wanting], searched, layout.num_ranks).max(-1) > limit[wanting]
-        if failed.any():
-            searched[failed] = _renumber(fresh[wanting[failed]], current[wanting[failed]], layout)
-        phy2log[wanting] = align_slots(searched, current[wanting], layout)
+    wanting = peak > limit
+    near = np.flatnonzero(wanting & (peak <= target * (1 + anew)))
+    if len(near):
+        phy2log[near] = _search(load[near], current[near], limit[near], layout, far_cost)
+    failed = rank_loads(load, phy2log, layout.num_ranks).max(-1) > limit
+    if failed.any():
+        phy2log[failed] = _renumber(fresh[failed], current[failed], layout)
+    phy2log[wanting] = align_slots(phy2log[wanting], current[wanting], layout)
     after = rank_loads(load, phy2log, layout.num_ranks)
-    return Plan(phy2log, before.max(-1), after.max(-1), before.mean(-1), find_moves(current, phy2log, layout))
+    return Plan(phy2log, peak, after.max(-1), before.mean(-1), find_moves(current, phy2log, layout))
 
 
 def align_slots(phy2log: np.ndarray, current: np.ndarray, layout: Layout) -> np.ndarray:
@@ -207,10 +213,13 @@ def _match(old: np.ndarray, new: np.ndarray, num_logical: int) -> np.ndarray:
     for one_hot, parts in zip(held, (old, new), strict=True):
         np.put_along_axis(one_hot, parts, 1.0, -1)
     shared = held[0] @ held[1].transpose(0, 2, 1)
-    match = np.empty((num_rows, num_parts), np.int64)
-    for _ in range(num_parts):
-        best = shared.reshape(num_rows, -1).argmax(-1)
-        part, chosen = np.divmod(best, num_parts)
-        match[rows, part] = chosen
-        shared[rows, part, :], shared[rows, :, chosen] = -1.0, -1.0
+    match = np.full((num_rows, num_parts), -1)
+    taken = np.zeros((num_rows, num_parts), np.float32)
+    for count in range(int(shared.max()), -1, -1):  # of experts shared; the pairs that share most come first
+        for part in range(num_parts):
+            free = shared[:, part] - taken
+            chosen = free.argmax(-1)
+            here = np.flatnonzero((match[:, part] < 0) & (free[rows, chosen] >= count))
+            match[here, part] = chosen[here]
+            taken[here, chosen[here]] = np.inf
     return match

@@ -102,6 +102,20 @@ def test_ranks_are_renumbered_when_all_is_packed_anew():
     assert np.array_equal(align_slots(_renumber(fresh, other, layout), other, layout), other)
 
 
+def test_what_drifted_far_is_packed_anew():
+    """Then all ranks are as even as DeepSeek's, not only below the limit; the other layers are searched."""
+    layout = V3["144 ranks"]
+    load = skewed(layout)
+    current, later = rebalance(load, layout), drifted(load, 0.1)
+    fresh = rebalance(later, layout)
+    off = [rank_loads(later, slots, layout.num_ranks).max(-1) for slots in (current, fresh)]
+    anew = float(np.median(off[0] / off[1])) - 1
+    result = plan(later, current, layout, anew=anew)
+    check(result, later, current, layout, 0.002)
+    ours, theirs = (np.sort(rank_loads(later, slots, layout.num_ranks), -1) for slots in (result.phy2log, fresh))
+    assert np.array_equal(np.isclose(ours, theirs).all(-1), off[0] > off[1] * (1 + anew))
+
+
 def test_layers_can_be_left_out():
     layout = V3["144 ranks"]
     load, current = skewed(layout), in_order(layout)
