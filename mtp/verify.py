@@ -12,4 +12,5 @@ def accepted_lens(draws: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
     Draw j is the target's only if all inputs before it were right, so nothing behind the first difference counts. What is kept does not
     depend on the drafts: equal tokens with any drafts, or none.
     """
-    return (draws[:, :-1] == drafts).long().cumprod(1).sum(1)
+    stands = draws[:, :-1] == drafts
+    return (stands.cumprod(1) if drafts.shape[1] > 1 else stands).sum(1)

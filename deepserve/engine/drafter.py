@@ -46,8 +46,8 @@ class Drafter:
         if not len(drawing.rows):
             self._model.idle_drafts(step, num_drafts - 1)  # other ranks may go on
             return accepted
-        latest = torch.arange(drawing.num_decode, device=tokens.device) * drawing.query_len + accepted
-        hidden = hidden[torch.cat((latest, drawing.ends))]
+        latest = torch.arange(0, drawing.num_decode * drawing.query_len, drawing.query_len, device=tokens.device) + accepted
+        hidden = hidden[torch.cat((latest, drawing.ends)) if len(drawing.ends) else latest]
 
         def advance(drafts: torch.Tensor, hidden: torch.Tensor, num_passes: int) -> torch.Tensor:
             inputs = self._state.draft_inputs(drawing.rows, drafts, num_passes, drawing.page_table, drawing.num_pages)

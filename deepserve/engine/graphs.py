@@ -17,7 +17,7 @@ import torch
 from deepserve.engine.batch import Drawing, usable_pages
 from deepserve.engine.drafter import Drafter
 from deepserve.engine.rows import Rows
-from deepserve.engine.state import DecodeInputs, RowState
+from deepserve.engine.state import RowState
 from deepserve.engine.step import StepPlan
 from deepserve.model.decoder import Decoder
 from hw.api import Backend, ExpertMode, ExpertStep, SampleInputs
@@ -26,9 +26,9 @@ from mla.metadata import AttnMetadata, DecodeMeta
 logger = logging.getLogger(__name__)
 
 # One value for each sequence of a step.
-FIELDS = {
-    "rows": np.int64,
-    "num_pages": np.int64,
+ROW_FIELDS = {"rows": np.int64, "num_pages": np.int64}
+# One value for each draw of a step.
+DRAW_FIELDS = {
     "top_k": np.int64,
     "seed": np.int64,
     "sequence_idx": np.int64,
@@ -36,6 +36,7 @@ FIELDS = {
     "top_p": np.float32,
     "min_p": np.float32,
 }
+FIELDS = {**ROW_FIELDS, **DRAW_FIELDS}
 _ALIGN_BYTES = 16  # kernels read whole vectors
 
 
@@ -46,12 +47,12 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 class Layout:
-    """Where the fields of a step of `size` sequences lie in one run of bytes: one field after the other."""
+    """Where the fields of a step of `size` sequences with `query_len` draws each lie in one run of bytes: one field after the other."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, query_len: int):
         self._slices, self.num_bytes = {}, 0
         for name, dtype in FIELDS.items():
-            end = self.num_bytes + size * np.dtype(dtype).itemsize
+            end = self.num_bytes + size * (query_len if name in DRAW_FIELDS else 1) * np.dtype(dtype).itemsize
             self._slices[name] = slice(self.num_bytes, end)
             self.num_bytes = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
 
@@ -102,16 +103,20 @@ class DecodeGraphs:
         self._sizes = {q: list(range(1, most + 1)) if every else graph_sizes(most) for q, most in most_seqs.items()}
         keys = sorted(((size, q) for q, sizes in self._sizes.items() for size in sizes), key=lambda key: key[0] * key[1], reverse=True)
         device, num_tokens = backend.runtime.device, keys[0][0] * keys[0][1]
-        self._packed = torch.zeros(Layout(largest).num_bytes, dtype=torch.uint8, device=device)
+        self._layouts = {key: Layout(*key) for key in keys}
+        self._packed = torch.zeros(max(layout.num_bytes for layout in self._layouts.values()), dtype=torch.uint8, device=device)
         self._page_table = torch.zeros((largest, width), dtype=torch.int32, device=device)
         self._hidden = torch.zeros((num_tokens, model.config.hidden_size), dtype=model.dtype, device=device)
         self._tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._accepted = torch.zeros(largest, dtype=torch.int64, device=device)
+        # Where the tokens stand, for the second graph: it begins with the row state as the first one found it.
+        self._positions, self._slots = torch.zeros_like(self._tokens), torch.zeros_like(self._tokens)
+        self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
         started = time.perf_counter()
         self._targets: dict[tuple[int, int, bool], Callable[[], Replayed]] = {}  # by size, query length, whether overlapped
         self._drafters: dict[tuple[int, int, int], Callable[[], None]] = {}  # by size, query length, drafts to make
         for key in keys:
-            self._clear(key[0])
+            self._clear(key)
             for step in self._steps:
                 self._targets[*key, step.overlapped] = backend.runtime.capture(self._target(*key, step))
             for num_drafts in range(state.max_drafts + 1) if key[1] == 1 else [key[1] - 1]:
@@ -122,23 +127,24 @@ class DecodeGraphs:
                 self._idle[num_drafts, step.overlapped] = backend.runtime.capture(self._serve(num_drafts, step))
         logger.info("captured %d decode steps of up to %d sequences in %.1f s", len(keys), largest, time.perf_counter() - started)
 
-    def _inputs(self, size: int, query_len: int) -> tuple[DecodeInputs, AttnMetadata]:
-        fields, table = Layout(size).device(self._packed), self._page_table[:size]
-        inputs = self._state.decode_inputs(fields["rows"], table, fields["num_pages"], query_len)
-        decode = DecodeMeta(size, query_len, inputs.seq_lens, self._max_seq_len, table)
-        return inputs, AttnMetadata(inputs.positions, inputs.slots, decode, None)
+    def _meta(self, size: int, query_len: int) -> AttnMetadata:
+        num = size * query_len
+        decode = DecodeMeta(size, query_len, self._seq_lens[:size], self._max_seq_len, self._page_table[:size])
+        return AttnMetadata(self._positions[:num], self._slots[:num], decode, None)
 
     def _target(self, size: int, query_len: int, step: ExpertStep) -> Callable[[], Replayed]:
-        fields = Layout(size).device(self._packed)
-        num = size * query_len
-        names = ("temperature", "top_k", "top_p", "min_p", "seed", "sequence_idx")
+        fields, table = self._layouts[size, query_len].device(self._packed), self._page_table[:size]
+        num, meta = size * query_len, self._meta(size, query_len)
 
         def work() -> Replayed:
-            inputs, meta = self._inputs(size, query_len)
+            inputs = self._state.decode_inputs(fields["rows"], table, fields["num_pages"], query_len)
+            meta.positions.copy_(inputs.positions)
+            meta.slots.copy_(inputs.slots)
+            self._seq_lens[:size] = inputs.seq_lens
             hidden = self._model.forward(inputs.token_ids, meta, self._caches, step)
             logits = self._model.logits(hidden)
             if logits is not None:
-                keys = {name: fields[name].repeat_interleave(query_len, output_size=num) for name in names}
+                keys = {name: fields[name] for name in DRAW_FIELDS}
                 # One graph serves greedy and sampled rows: kernels look at each row's parameters.
                 sample = SampleInputs(**keys, position=inputs.positions + 1, any_sampled=True, any_filtered=True)
                 self._tokens[:num] = self._backend.ops.sample(logits, sample)
@@ -149,13 +155,13 @@ class DecodeGraphs:
         return work
 
     def _draft(self, size: int, query_len: int, num_drafts: int) -> Callable[[], None]:
-        fields, table = Layout(size).device(self._packed), self._page_table[:size]
+        fields, table = self._layouts[size, query_len].device(self._packed), self._page_table[:size]
         tokens, hidden = self._tokens[: size * query_len], self._hidden[: size * query_len]
         nothing = tokens[:0]
         drawing = Drawing(fields["rows"], size, query_len, nothing, table, fields["num_pages"], self._max_seq_len)
 
         def work() -> None:
-            meta = self._inputs(size, query_len)[1] if num_drafts else None
+            meta = self._meta(size, query_len) if num_drafts else None
             self._accepted[:size] = self._drafter.run(drawing, tokens, num_drafts, hidden, tokens, meta, self._steps[0])
 
         return work
@@ -183,15 +189,17 @@ class DecodeGraphs:
     def run_target(self, plan: StepPlan, rows: Rows, step: ExpertStep) -> Replayed:
         """Queue the pass and the draws of a step that `fits`."""
         num_seqs, key = len(plan.rows), self._key(plan)
-        layout = Layout(key[0])
+        layout = self._layouts[key]
         entry_rows = np.asarray(plan.rows, np.int64)
+        draw_rows = entry_rows.repeat(plan.query_len)
         last = max(plan.starts) + 2 * plan.query_len
         page_table = usable_pages(rows, entry_rows, -(-last // self._state.page_size))
         packed = np.empty(layout.num_bytes + page_table.nbytes, np.uint8)
         fields = layout.host(packed)
-        self._leave_over(fields, num_seqs)
-        for name, field in fields.items():
-            field[:num_seqs] = entry_rows if name == "rows" else getattr(rows, name)[entry_rows]
+        self._leave_over(fields, num_seqs, plan.query_len)
+        fields["rows"][:num_seqs], fields["num_pages"][:num_seqs] = entry_rows, rows.num_pages[entry_rows]
+        for name in DRAW_FIELDS:
+            fields[name][: len(draw_rows)] = getattr(rows, name)[draw_rows]
         packed[layout.num_bytes :] = page_table.reshape(-1).view(np.uint8)
         sent = self._backend.runtime.upload(packed)
         self._packed[: layout.num_bytes] = sent[: layout.num_bytes]
@@ -203,14 +211,15 @@ class DecodeGraphs:
         self._drafters[*self._key(plan), plan.num_drafts]()
         return self._accepted[: len(plan.rows)].clone()
 
-    def _leave_over(self, fields: dict[str, np.ndarray], num_seqs: int) -> None:
+    def _leave_over(self, fields: dict[str, np.ndarray], num_seqs: int, query_len: int) -> None:
         """Rows from `num_seqs` on are nobody's: they must not write, nor read pages that are others' by now."""
-        for field in fields.values():
-            field[num_seqs:] = 0
+        for name, field in fields.items():
+            field[num_seqs * query_len if name in DRAW_FIELDS else num_seqs :] = 0
         fields["rows"][num_seqs:] = self._state.num_rows
 
-    def _clear(self, size: int) -> None:
+    def _clear(self, key: tuple[int, int]) -> None:
         """Nobody's rows only, for the time of a capture."""
-        packed = np.empty(Layout(size).num_bytes, np.uint8)
-        self._leave_over(Layout(size).host(packed), 0)
+        layout = self._layouts[key]
+        packed = np.empty(layout.num_bytes, np.uint8)
+        self._leave_over(layout.host(packed), 0, key[1])
         self._packed[: len(packed)] = self._backend.runtime.upload(packed)

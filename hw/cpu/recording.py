@@ -2,10 +2,11 @@
 
 The first call runs the work as always. Meanwhile every call of a kernel is noted with its arguments, and every op of torch with the tensors
 that it read and made; these are kept, so that their storage is nobody else's. A repetition goes through the list: calls of kernels in a row
-are one call, ops of torch write to the storage that they made first. Views and uninitialised tensors need no repetition.
+are one call, ops of torch write to the storage that they made first. Views, uninitialised tensors and constants need no repetition.
 
 Some work cannot be recorded: it reads a value on the host by `int(tensor)` (`tolist` would go unseen), or makes tensors whose shapes depend
-on values. It is done again each time instead, as is what would keep more memory than `KEPT_BYTES` allows for all recordings together.
+on values, or writes to a constant. It is done again each time instead, as is what would keep more memory than `KEPT_BYTES` allows for all
+recordings together.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ _UNFILLED = {
     torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 }  # fmt: skip
+_CONSTANT = {torch.ops.aten.arange, torch.ops.aten.scalar_tensor}  # the same each time, and made to be read
 
 
 class Recorder:
@@ -72,6 +74,7 @@ class _Log(TorchDispatchMode):
         super().__init__()
         self.repeatable, self.num_bytes = True, 0
         self._entries: list[list[int] | Callable[[], object]] = []  # words of a call, or what repeats an op
+        self._constants: set[int] = set()  # addresses of what is made once
         self._kept: list[object] = []
 
     @classmethod
@@ -93,10 +96,13 @@ class _Log(TorchDispatchMode):
             return result
         self._kept.append(result)
         if op._schema.is_mutable:
+            self.repeatable &= not any(written.untyped_storage().data_ptr() in self._constants for written in tree_leaves(result))
             self._entries.append(partial(op, *args, **kwargs))
         elif all(made.alias_info is None for made in op._schema.returns):  # else a view
             self.num_bytes += sum(made.nbytes for made in tree_leaves(result))
-            if op.overloadpacket not in _UNFILLED:
+            if op.overloadpacket in _CONSTANT:
+                self._constants.add(result.untyped_storage().data_ptr())
+            elif op.overloadpacket not in _UNFILLED:
                 self._entries.append(_again(op, args, kwargs, result))
         return result
 

@@ -76,8 +76,9 @@ def test_kernels_and_torch_are_repeated_in_order(kernels):
         lambda x: x.nonzero(),
         lambda x: x + 1 if torch.equal(x, x.abs()) else x - 1,
         lambda x: x.where(x > 0, 7.0) if bool(x[0] > 0) else x * 0,
+        lambda x: torch.arange(4.0).add_(x),
     ],
-    ids=["value", "mask", "nonzero", "comparison", "condition"],
+    ids=["value", "mask", "nonzero", "comparison", "condition", "constant"],
 )
 def test_what_depends_on_values_is_done_again(kernels, work):
     x = torch.zeros(4)

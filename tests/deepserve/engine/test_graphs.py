@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepserve.engine.graphs import FIELDS, Layout, graph_sizes
+from deepserve.engine.graphs import DRAW_FIELDS, FIELDS, Layout, graph_sizes
 from tests.deepserve.engine.driving import Driver, Request, make_engine, minimal_folder, run_together
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -133,12 +133,13 @@ def test_a_row_that_needs_more_takes_its_step_behind_the_graph(driver):
     assert outside == [2, 2, 2] and replayed == [2, 2, 1, 1, 1]
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_fields_are_packed_apart_and_aligned(size):
-    layout = Layout(size)
+@pytest.mark.parametrize("size, query_len", [(1, 1), (3, 2), (8, 3)])
+def test_fields_are_packed_apart_and_aligned(size, query_len):
+    layout = Layout(size, query_len)
     packed = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     host, device = layout.host(packed.numpy()), layout.device(packed)
     for i, name in enumerate(FIELDS):
         host[name][:] = i + 1
     for i, name in enumerate(FIELDS):
-        assert device[name].tolist() == [i + 1] * size and device[name].storage_offset() * device[name].itemsize % 16 == 0
+        num = size * query_len if name in DRAW_FIELDS else size
+        assert device[name].tolist() == [i + 1] * num and device[name].storage_offset() * device[name].itemsize % 16 == 0
