@@ -76,7 +76,7 @@ def make_engine(folder: Path, groups: Groups, args: argparse.Namespace) -> Engin
     max_model_len = -(-(args.context + width * (args.steps + 48) + 96) // 64) * 64
     options = {
         "model": str(folder), "device": args.device, "load_format": "dummy", "max_model_len": max_model_len, "max_num_seqs": most,
-        "max_num_batched_tokens": max(2048, 64 * most), "max_dispatch_tokens_per_rank": most * width,
+        "max_num_batched_tokens": args.batch or max(2048, 64 * most), "max_dispatch_tokens_per_rank": most * width,
         "num_pages": most * max_model_len // 64, "compile_ahead": False,
         "enable_dbo": args.enable_dbo, "dbo_decode_token_threshold": 1,
         "data_parallel_size": args.dp, "speculative_config": SpeculativeConfig(num_speculative_tokens=args.mtp, adaptive=False),
@@ -218,6 +218,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--experts", type=int, default=8, help="routed experts for each GPU; 32 with --dp 8: all that the model has")
     parser.add_argument("--enable-dbo", action="store_true", help="every step as two micro-batches; needs several ranks")
+    parser.add_argument("--batch", type=int, help="most tokens of a step; default: the last page of every sequence")
     parser.add_argument("--mtp", type=int, default=0, help="drafts a step")
     parser.add_argument("--acceptance", type=float, default=0.8, help="share of drafts that are made to stand")
     parser.add_argument("--device", default="cuda", help="cpu only rehearses, with narrow layers")

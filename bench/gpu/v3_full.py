@@ -20,6 +20,7 @@ decode step is measured as experts start, then after the balancer has looked and
 import argparse
 import json
 import math
+import os
 import random
 import shlex
 import statistics
@@ -73,7 +74,7 @@ def print_memory(args: argparse.Namespace) -> None:
         parts = memory(args.gpus, args.experts * args.gpus, args.layers, num_seqs, tokens)
         for name, gib in {**parts, "together": sum(parts.values())}.items():
             print(f"  {name:<32}{gib:>8.1f} GiB")
-        print("  a card has 139.8 GiB, of which dispatch buffers take about 1.5, steps about 3 and the runtime about 1\n")
+        print("  a card has 139.8 GiB; dispatch buffers take about 1.5, steps of 8,192 tokens up to 5.5, the runtime about 1\n")
 
 
 def make_engine(groups: Groups, args: argparse.Namespace, **options: Any) -> Engine:
@@ -140,7 +141,7 @@ def skew(groups: Groups, args: argparse.Namespace) -> None:
     # Looks often enough to move within the run; what a step takes is measured between looks.
     eplb = EPLBConfig(num_redundant_experts=args.redundant, window_size=args.steps, step_interval=2 * args.steps, hysteresis=0.0)
     engine = make_engine(
-        groups, args, max_model_len=length, max_num_seqs=most, max_num_batched_tokens=max(2048, 64 * most),
+        groups, args, max_model_len=length, max_num_seqs=most, max_num_batched_tokens=2048,
         max_dispatch_tokens_per_rank=most, num_pages=most * length // 64, eplb_config=eplb,
     )  # fmt: skip
     for number, layer in engine.runner.model.moe_layers().items():
@@ -199,8 +200,22 @@ def plan_of(args: argparse.Namespace) -> list[tuple[int, str, int, list[str]]]:
     shared = ["--gpus", gpus, *size]
     small = args.device == "cpu"  # a rehearsal
     context, steps, seqs = ("64", "4", ["2", "4"]) if small else ("4096", "32", ["32", "64", "96", "128"])
-    decode = [str(folder / "decode_slice.py"), "--dp", gpus, *size, "--context", context, "--steps", steps, "--num-seqs", *seqs]
-    prefill = [str(folder / "prefill_slice.py"), *size, *(["--prompts", "2", "--length", "64", "--batch", "64"] if small else [])]
+    decode = [
+        str(folder / "decode_slice.py"),
+        "--dp",
+        gpus,
+        *size,
+        "--context",
+        context,
+        "--steps",
+        steps,
+        "--num-seqs",
+        *seqs,
+        "--batch",
+        "2048",
+    ]
+    prompts = ["--prompts", "2", "--length", "64", "--batch", "64"] if small else ["--batch", "8192"]
+    prefill = [str(folder / "prefill_slice.py"), *size, *prompts]
     load = ["--context", context, "--steps", steps, "--num-seqs", seqs[-1]]
     served = ["--concurrency", str(2 * args.gpus)] if small else []
     short, long = (["--input", "32", "--output", "8"],) * 2 if small else (["--output", "2048"], ["--input", "2048", "--output", "1024"])
@@ -227,7 +242,7 @@ def run_all(args: argparse.Namespace) -> int:
         line = [sys.executable, *command, "--json", str(out / f"{name}.json")]
         started = time.perf_counter()
         with open(out / f"{name}.txt", "w") as log:
-            print("$", shlex.join(["python", *line[1:]]), file=log, flush=True)
+            print("$", shlex.join(["python", os.path.relpath(line[1]), *line[2:]]), file=log, flush=True)
             try:
                 code: int | str = subprocess.run(line, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s).returncode
             except subprocess.TimeoutExpired:
@@ -251,7 +266,7 @@ def main() -> int:
     parser.add_argument("--input", type=int, default=1024, help="serve: prompt tokens")
     parser.add_argument("--output", type=int, default=2048, help="serve: generated tokens")
     parser.add_argument("--concurrency", type=int, default=1024, help="serve: requests at once, over all GPUs")
-    parser.add_argument("--batch", type=int, default=16384, help="serve: most tokens of a step of a GPU")
+    parser.add_argument("--batch", type=int, default=8192, help="serve: most tokens of a step of a GPU")
     parser.add_argument("--skew", type=float, default=0.1, help="skew: standard deviation of gate biases")
     parser.add_argument("--redundant", type=int, default=32, help="skew: redundant experts over all GPUs")
     parser.add_argument("--num-seqs", type=int, default=128, help="skew: sequences of a GPU")
