@@ -76,8 +76,24 @@ def _up(flags: argparse.Namespace) -> int:
     share = commands(cluster, host)
     if not share:
         raise ValueError(f"{cluster.path} has nothing to run on {host}")
+    _check_engines(cluster, host)
     limits = cluster.supervision
     return Supervisor(share, log_dir=cluster.log_dir, max_restarts=limits.max_restarts, stop_timeout_s=limits.stop_timeout_s).run()
+
+
+def _check_engines(cluster: "Cluster", host: str) -> None:
+    """What ranks of this host would refuse, each at each of its starts, is refused here, before a process starts. Raises ValueError."""
+    from deepserve.config import EngineConfig
+    from deepserve.model.config import ModelConfig
+    from deepserve.model.hub import resolve_model
+
+    for instance in cluster.instances:
+        if host in instance.hosts:
+            try:
+                folder = str(resolve_model(cluster.model, instance.args.revision, with_weights=False))
+                EngineConfig.resolve(instance.args, folder, ModelConfig.from_folder(folder))
+            except ValueError as error:
+                raise ValueError(f"{cluster.path}: {instance.name}: {error}") from None
 
 
 def _slurm(flags: argparse.Namespace) -> int:

@@ -317,6 +317,8 @@ def _engine_args(file: ClusterFile, spec: InstanceSpec) -> EngineArgs:
     placed = [name for name in options if name in _SET_BY_CLUSTER]
     if placed:
         raise ValueError(f"engine option {placed[0]!r} follows from model, dp, tp and nodes")
+    if options.get("on_rank_death", "fail") != "fail":
+        raise ValueError(f"engine: on_rank_death must be fail, since torchrun ends all workers with one, got {options['on_rank_death']!r}")
     try:
         return msgspec.convert(
             {**options, "model": file.model, "data_parallel_size": spec.dp, "tensor_parallel_size": spec.tp, "num_nodes": spec.nodes},

@@ -137,6 +137,7 @@ REFUSED = {
     "engine option": ("[engine]\nmax_num_sequences = 4\n[[unified]]", "engine has no option 'max_num_sequences'"),
     "engine option's type": ('[[unified]]\nengine = { max_num_seqs = "many" }', "engine: Expected `int`, got `str`"),
     "engine option that follows": ("[engine]\ntensor_parallel_size = 4\n[[unified]]", "follows from model, dp, tp and nodes"),
+    "ranks that go on": ('[engine]\non_rank_death = "replan"\n[[unified]]', "engine: on_rank_death must be fail, .* got 'replan'"),
     "frontend's host": ('[frontend]\nhost = "b"\n[[unified]]', "host 'b' is not in hosts"),
     "ports": ("[frontend]\nport = 29400\n[[unified]]", "unified0: rdzv_port 29400 is taken on 127.0.0.1 by frontend: port"),
     "port range": ("[[unified]]\nrdzv_port = 70000", "unified0: rdzv_port must be from 1 to 65535, got 70000"),
@@ -202,3 +203,11 @@ def test_up_needs_to_know_which_host_this_is(tmp_path):
     assert ended.returncode == 1 and "--host 127.0.0.3 is none of the hosts" in ended.stderr
     ended = launch("up", str(path), "--hosts", "192.0.2.1,192.0.2.2")
     assert ended.returncode == 1 and "need a secret_file" in ended.stderr
+
+
+def test_up_starts_nothing_that_its_ranks_would_refuse(tmp_path):
+    path = write(tmp_path, "[[prefill]]\n[[decode]]\ntp = 3\n")
+    ended = launch("up", str(path))
+    assert ended.returncode == 1
+    assert ended.stderr == f"deepserve: {path}: decode0: tensor_parallel_size 3 does not divide the model's 8 heads\n"
+    assert not ended.stdout
