@@ -86,7 +86,10 @@ def _check_engines(cluster: "Cluster", host: str) -> None:
     from deepserve.config import EngineConfig
     from deepserve.model.config import ModelConfig
     from deepserve.model.hub import resolve_model
+    from launch.host_check import transfer_clashes
 
+    if clashes := transfer_clashes(cluster, host):
+        raise ValueError(f"{cluster.path}: {clashes[0]}")
     for instance in cluster.instances:
         if host in instance.hosts:
             try:

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
 from deepserve.model.hub import resolve_model
 from launch.cluster import Cluster
-from launch.preflight import installation, model_clashes, verdict, version
+from launch.preflight import installation, model_clashes, verdict
 from launch.rollcall import Collector, Member, Report, collector_address
 
 HASHED = ("*.json", "*.jinja", "*.safetensors")
@@ -86,7 +87,7 @@ def device_clashes(cluster: Cluster, host: str) -> tuple[list[str], dict[str, st
 def transfer_clashes(cluster: Cluster, host: str) -> list[str]:
     """What ranks on this host lack to move pages between instances."""
     needed_by = {rank.instance for rank in cluster.ranks() if rank.host == host and rank.role != "unified"}
-    if not needed_by or version("nixl"):
+    if not needed_by or find_spec("nixl"):
         return []
     return [f"library nixl is not installed, {', '.join(sorted(needed_by))} need it to hand pages over: pip install 'deepserve[pd]'"]
 

@@ -73,7 +73,7 @@ def test_instances_that_hand_over_need_what_moves_pages(tmp_path, monkeypatch):
     path.write_text("[[unified]]\n[[prefill]]\n[[decode]]\ndp = 2\n")
     cluster = load(path)
     assert transfer_clashes(cluster, "127.0.0.1") == []
-    monkeypatch.setattr(host_check, "version", lambda _: None)
+    monkeypatch.setattr(host_check, "find_spec", lambda _: None)
     (clash,) = transfer_clashes(cluster, "127.0.0.1")
     assert clash == "library nixl is not installed, decode0, prefill0 need it to hand pages over: pip install 'deepserve[pd]'"
     assert transfer_clashes(cluster, "127.0.0.2") == [], "nothing of them runs there"
