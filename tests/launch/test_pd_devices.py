@@ -10,7 +10,6 @@ from tests.launch.test_pd import ask, hand_offs, pages
 from tests.launch.test_up import Cluster, wait_until
 
 DEVICES = [name for name in available_backends() if name != "cpu"]
-pytestmark = pytest.mark.skipif(not DEVICES, reason="needs an accelerator")
 FILE = """
 [hand_off]
 max_local_prefill_tokens = 0
