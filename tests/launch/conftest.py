@@ -1,4 +1,4 @@
-"""Tests on several hosts run where network namespaces can be made, those of accelerators where there is one; elsewhere they are not collected.
+"""Tests on several hosts need network namespaces, those of accelerators one of these; elsewhere they are not collected.
 
 For the former the report's head says why.
 """
