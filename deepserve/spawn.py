@@ -9,8 +9,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,8 @@ BLAME_S = 5.0
 # A DP replica that ends so many times in a row, each within `STEADY_S` of its start, is not started again.
 MAX_FAILURES = 3
 STEADY_S = 300.0
+MOST_REPLICAS = 64  # that a command may ask for: a slip of the hand must not start a thousand
+LIVES_APART = 1 << 16  # life `n` of a rank is member `rank + n * LIVES_APART` of its instance (deepserve.engine.membership)
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,15 @@ class RankDeath:
 
 
 class LocalInstance:
-    """The engine processes of `deepserve serve` or of an `LLM`.
+    """The engine processes of `deepserve serve`, of an `LLM`, or of an instance of a cluster that outlives its ranks.
 
     They end with this process, even if it is killed: their stdin is the lifeline.
     """
 
     follows = False  # this process runs the frontend
 
-    def __init__(self, args: EngineArgs, *, instance: str = "local"):
+    def __init__(self, args: EngineArgs, *, instance: str = "local", options: Mapping[str, Any] | None = None):
+        """options: more fields of `deepserve.engine.pulse.RankOptions`, alike for all ranks."""
         self.num_ranks = args.data_parallel_size * args.tensor_parallel_size
         if args.num_threads is None and self.num_ranks > 1 and args.device == "cpu":
             share = max(1, (os.cpu_count() or 1) // self.num_ranks)
@@ -60,18 +64,19 @@ class LocalInstance:
         self.args, self.instance = args, instance
         self._processes: dict[int, subprocess.Popen] = {}  # by rank
         self._folder: str | None = None
-        self._options: dict = {}
+        self._options = dict(options or {})
         self._lives: Counter[int] = Counter()  # of each DP replica
         self._failures: Counter[int] = Counter()  # of each DP replica, in a row
         self._started_s: dict[int, float] = {}  # the latest life of each DP replica
         self._leaving: set[int] = set()  # DP replicas that were told to
+        self._draining = False
 
-    def start(self, frontend_address: str) -> None:
-        """Start the ranks; they load, then the leaders of TP groups register at the frontend's ZMQ address."""
+    def start(self, *frontends: str) -> None:
+        """Start the ranks; they load, then the leaders of TP groups register at these ZMQ addresses."""
         self._folder = tempfile.mkdtemp(prefix="deepserve-")
-        self._options = {
+        self._options |= {
             "args": self.args,
-            "frontends": [frontend_address],
+            "frontends": list(frontends),
             "instance": self.instance,
             "rendezvous": f"file:{self._folder}/rendezvous",
         }
@@ -82,6 +87,11 @@ class LocalInstance:
     def pids(self) -> list[int]:
         """Of the ranks that there are, in rank order."""
         return [self._processes[rank].pid for rank in sorted(self._processes)]
+
+    @property
+    def _replicas(self) -> list[int]:
+        """DP replicas that there are."""
+        return sorted({rank // self.args.tensor_parallel_size for rank in self._processes})
 
     def _start_replica(self, dp: int) -> None:
         for rank in self._ranks(dp):
@@ -99,6 +109,11 @@ class LocalInstance:
         as one of these lives: what is lost is started again, told at once, and told once.
         If all that ended had lost a peer, then the peer is one that still lives: it stood still for the step timeout.
         """
+        if self._draining:
+            for ranks in map(self._ranks, self._replicas):
+                if all(self._processes[rank].poll() == 0 for rank in ranks):
+                    for rank in ranks:
+                        del self._processes[rank]
         if all(process.poll() is None for process in self._processes.values()):
             return None
         if self.args.on_rank_death == "replan" and (death := self._replace_dead(serving)):
@@ -117,7 +132,7 @@ class LocalInstance:
 
     def _replace_dead(self, serving: Collection[int]) -> RankDeath | None:
         """Tell the others who is dead and start it again, with its TP group; None if nobody is left to tell."""
-        replicas = [dp for dp in range(self.args.data_parallel_size) if self._ranks(dp)[0] in self._processes]
+        replicas = self._replicas
         ended = [dp for dp in replicas if any(self._processes[rank].poll() is not None for rank in self._ranks(dp))]
         if not any(self._processes[self._ranks(dp)[0]].pid in serving for dp in replicas if dp not in ended):
             return None
@@ -127,37 +142,48 @@ class LocalInstance:
         lost = [self._processes.pop(rank) for rank in ranks]
         for process in lost:
             _end(process)
-        members = [rank + self.num_ranks * (self._lives[dp] - 1) for rank in ranks]
+        members = [rank + LIVES_APART * (self._lives[dp] - 1) for rank in ranks]
         for process in self._processes.values():
             _tell(process, "lost", *members)
         if time.monotonic() - self._started_s[dp] > STEADY_S:
             self._failures[dp] = 0
         self._failures[dp] += 1
-        again = self._failures[dp] <= MAX_FAILURES
+        again = self._failures[dp] <= MAX_FAILURES and not self._draining
+        gone = replace(death, outlived=tuple(process.pid for process in lost))
         if dp in self._leaving:
             self._leaving.remove(dp)
             print(f"deepserve: DP replica {dp} has left the instance", file=sys.stderr, flush=True)
-            return replace(death, outlived=tuple(process.pid for process in lost))
+            return gone
         if again:
             self._start_replica(dp)
-        what = "it is started again" if again else f"after {self._failures[dp]} times in a row it stays away"
+        stays_away = "until it ends" if self._draining else f"after {self._failures[dp]} times in a row it stays away"
+        what = "it is started again" if again else stays_away
         print(f"deepserve: {death}; the instance goes on without it, {what}", file=sys.stderr, flush=True)
-        return replace(death, outlived=tuple(process.pid for process in lost))
+        return gone
+
+    def drain(self, serving: Collection[int]) -> None:
+        """Have the ranks finish what they have and end, and those end at once that do not serve yet. `pids` says who is left."""
+        self._draining = True
+        for ranks in map(self._ranks, self._replicas):
+            loads = self._processes[ranks[0]].pid not in serving
+            for rank in ranks:
+                if loads:
+                    _end(self._processes.pop(rank))
+                else:
+                    _tell(self._processes[rank], "drain")
 
     def scale(self, dp: int) -> None:
         """Have so many DP replicas from now on: those above finish what they have and leave, those that are missing are started.
 
-        Raises ValueError where that cannot be.
+        There may be more than the instance was started with. Raises ValueError where that cannot be.
         """
-        most = self.args.data_parallel_size
         if self.args.on_rank_death != "replan":
             raise ValueError("the server can be scaled if it is started with --on-rank-death replan")
-        if not 1 <= dp <= most:
-            raise ValueError(f"dp must be from 1 to {most}, what the server was started with, got {dp}")
-        present = [replica for replica in range(most) if self._ranks(replica)[0] in self._processes and replica not in self._leaving]
-        free = [replica for replica in range(most) if self._ranks(replica)[0] not in self._processes]
-        if dp > len(present) + len(free):
-            raise ValueError(f"dp {dp}: {len(self._leaving)} replicas are still about to leave, ask again once they have")
+        if not 1 <= dp <= MOST_REPLICAS:
+            raise ValueError(f"dp must be from 1 to {MOST_REPLICAS}, got {dp}")
+        there = self._replicas
+        present = [replica for replica in there if replica not in self._leaving]
+        free = [replica for replica in range(len(there) + dp) if replica not in there]
         present.sort(key=self._started_s.__getitem__)  # who came last goes first: those that are still loading serve nobody
         for replica in present[dp:]:
             self._leaving.add(replica)
@@ -165,6 +191,7 @@ class LocalInstance:
                 _tell(self._processes[rank], "leave")
         for replica in free[: max(0, dp - len(present))]:
             self._failures[replica] = 0
+            self._lives[replica] = max(1, self._lives[replica])  # it joins, whatever its number
             self._start_replica(replica)
 
     def kill(self, pid: int) -> None:

@@ -39,11 +39,6 @@ class Elastic:
         self._looked_s = time.monotonic()
         return bool(self._membership.applicants())
 
-    @property
-    def whole(self) -> bool:
-        """Whether nobody is missing who could apply."""
-        return len(self._membership.members) == self._engine.config.parallel.num_ranks
-
     def join(self) -> None:
         """A fresh rank, loaded, is let in by the others. Raises PeerLost where that fails."""
         self._membership.apply()

@@ -67,7 +67,7 @@ class EngineLoop:
         """elastic: what outlives the loss of ranks; None: it ends the instance."""
         self.engine, self.options = engine, options
         self._context, self._lifeline, self._elastic = context, lifeline, elastic
-        self._dp_rank = engine.config.parallel.place(options.rank).dp
+        self._dp_rank = options.rank // engine.config.parallel.tp
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._lockstep = self._open_lockstep()
@@ -160,7 +160,7 @@ class EngineLoop:
             return Ballot(**shared)
         if self._elastic is not None:
             shared["regroup"] = self._elastic.somebody_applies
-            shared["wait"] = Wait.MESSAGE if self._elastic.whole else Wait.WHILE
+            shared["wait"] = max(Wait.WHILE, shared.get("wait", Wait.WHILE))  # until the next look for who applies
         self._heart.load = self._load()
         has_work = self.engine.has_work or (hand_offs is not None and hand_offs.has_work)
         drained, shared["leaves"] = self._draining and not has_work, self._leaving and not has_work
@@ -290,13 +290,13 @@ def model_fingerprint(engine: Engine) -> str:
 
 
 def _rendezvous(options: RankOptions) -> Rendezvous | None:
-    """Where the ranks meet. The store lives in a file, or in a process that outlives every rank."""
-    num_ranks = options.args.data_parallel_size * options.args.tensor_parallel_size
-    if num_ranks == 1:
+    """Where the ranks meet; None for one that stays alone. The store lives in a file, or in a process that outlives every rank."""
+    args = options.args
+    if args.data_parallel_size * args.tensor_parallel_size == 1 and args.on_rank_death == "fail":
         return None
     kind, _, rest = options.rendezvous.partition(":")
     if kind == "file":
-        store = dist.FileStore(rest, num_ranks)
+        store = dist.FileStore(rest)
     else:
         assert kind == "tcp", options.rendezvous
         host, port, prefix = rest.rsplit(":", 2)
@@ -312,13 +312,12 @@ def _start(options: RankOptions, context: zmq.Context, lifeline: Lifeline) -> En
         addresses = groups.world.broadcast_bytes(msgspec.msgpack.encode(options.frontends) if options.rank == 0 else None)
         options = msgspec.structs.replace(options, frontends=msgspec.msgpack.decode(addresses, type=list[str]))
     else:  # its TP group first, then that joins the others
-        dp, tp = config.parallel.place(options.rank).dp, config.parallel.tp
-        store = dist.PrefixStore(f"replica{dp}/life{options.life}", rendezvous.store)
+        tp = config.parallel.tp
+        store = dist.PrefixStore(f"replica{options.rank // tp}/life{options.life}", rendezvous.store)
         groups = open_groups(ParallelConfig(tp=tp), options.rank % tp, replace(rendezvous, store=store))
-    engine, elastic = Engine(config, groups, rank=options.rank), None
+    # One more rank than there were at first begins with the experts of one of those.
+    engine, elastic = Engine(config, groups, rank=options.rank % config.parallel.num_ranks), None
     if config.args.on_rank_death == "replan" and rendezvous is not None:
-        if options.role != "unified":
-            raise ValueError(f"on_rank_death 'replan' is for unified instances, this is a {options.role} instance")
         membership = Membership(rendezvous.store, config.parallel, options.rank, options.life, lambda: lifeline.lost)
         elastic = Elastic(engine, membership, rendezvous)
         if options.life:

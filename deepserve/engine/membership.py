@@ -1,7 +1,7 @@
 """Which ranks make up an instance that outlives them: agreed on through its rendezvous store, one *epoch* after another.
 
 A *member* is one life of a rank. The life that follows a dead one is another member, so nobody takes news of the one for news of the
-other: number `rank + num_ranks * life`. In every epoch all members step together. When one is lost, when one leaves, or when new ones
+other: number `rank + LIVES_APART * life`. In every epoch all members step together. When one is lost, when one leaves, or when new ones
 apply, the others meet for the next epoch:
 
     here      each member that goes on says so in the store
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from deepserve.spawn import LIVES_APART
 from hw.groups import PeerLost
 from hw.topology import ParallelConfig
 
@@ -31,18 +32,19 @@ class Membership:
     """What one member knows."""
 
     def __init__(self, store: Any, parallel: ParallelConfig, rank: int, life: int, lost: Callable[[], Collection[int]]):
-        """store: torch.distributed's, of all members. parallel: of the whole instance. lost: members that are known to be dead."""
-        self._store, self._whole, self._known_lost = store, parallel, lost
-        self.me = rank + parallel.num_ranks * life
+        """store: torch.distributed's, of all members. parallel: of epoch 0; later ones may be more. lost: members known to be dead."""
+        self._store, self._first, self._known_lost = store, parallel, lost
+        self.me = rank + LIVES_APART * life
         self.epoch = 0
         self.members = list(range(parallel.num_ranks))
 
     @property
     def parallel(self) -> ParallelConfig:
         """Of those who are in. Nodes count as one where they have lost different numbers of ranks."""
-        nodes = [self._rank(member) // self._whole.ranks_per_node for member in self.members]
+        tp, nodes = self._first.tp, [self._rank(member) // self._first.ranks_per_node for member in self.members]
         per_node = [nodes.count(node) for node in sorted(set(nodes))]
-        return ParallelConfig(len(self.members) // self._whole.tp, self._whole.tp, len(per_node) if len(set(per_node)) == 1 else 1)
+        alike = self._first.nodes > 1 and len(set(per_node)) == 1
+        return ParallelConfig(len(self.members) // tp, tp, len(per_node) if alike else 1)
 
     @property
     def rank(self) -> int:
@@ -66,7 +68,7 @@ class Membership:
         leaving: DP replicas of this epoch. planned: nobody was lost, so the first one that stays decides and lets in who applied.
         Raises Excluded, and PeerLost if one did not come; then call it again.
         """
-        tp = self._whole.tp
+        tp = self._first.tp
         stay = [member for at, member in enumerate(self.members) if at // tp not in leaving]
         self.epoch += 1
         self._say_here()
@@ -121,9 +123,9 @@ class Membership:
         return self._store.check([f"{self.prefix}/here/{member}"])
 
     def _rank(self, member: int) -> int:
-        return member % self._whole.num_ranks
+        return member % LIVES_APART
 
     def _replicas(self, members: Sequence[int]) -> list[int]:
         """Those whose TP group is complete."""
-        groups = [(member // self._whole.num_ranks, self._rank(member) // self._whole.tp) for member in members]
-        return [member for member, group in zip(members, groups, strict=True) if groups.count(group) == self._whole.tp]
+        groups = [(member // LIVES_APART, self._rank(member) // self._first.tp) for member in members]
+        return [member for member, group in zip(members, groups, strict=True) if groups.count(group) == self._first.tp]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import deepserve.engine.membership as membership
 from deepserve.engine.membership import Excluded, Membership
+from deepserve.spawn import LIVES_APART
 from hw.groups import PeerLost
 from hw.topology import ParallelConfig
 
@@ -58,7 +59,7 @@ def test_one_death_after_the_other_and_a_successor_joins():
             pass
         team.of[1].meet(planned=True)
         applied.result(WAIT_S)
-    assert fresh.members == team.of[1].members == [3, 1], "in the order of ranks"
+    assert fresh.members == team.of[1].members == [LIVES_APART, 1], "in the order of ranks"
     assert (fresh.epoch, fresh.rank, fresh.parallel) == (3, 0, ParallelConfig(dp=2))
     assert team.of[1].applicants() == [] and team.of[1].lost == [], "the former life's death is not the new one's"
 
@@ -81,12 +82,25 @@ def test_half_a_replica_is_not_let_in():
             pass
         assert team.of[0].applicants() == []
         jobs.append(pool.submit(team.member(3, 1).apply))
-        while team.of[0].applicants() != [6, 7]:
+        while team.of[0].applicants() != [LIVES_APART + 2, LIVES_APART + 3]:
             pass
         team.meet(0, 1, planned=True)
         for job in jobs:
             job.result(WAIT_S)
-    assert team.of[0].members == [0, 1, 6, 7]
+    assert team.of[0].members == [0, 1, LIVES_APART + 2, LIVES_APART + 3]
+
+
+def test_one_more_than_there_were():
+    team = Team(ParallelConfig(dp=2))
+    fresh = team.member(2, life=1)
+    with ThreadPoolExecutor(1) as pool:
+        applied = pool.submit(fresh.apply)
+        while not team.of[0].applicants():
+            pass
+        assert set(team.meet(0, 1, planned=True).values()) == {None}
+        applied.result(WAIT_S)
+    assert fresh.members == team.of[1].members == [0, 1, fresh.me]
+    assert (fresh.rank, fresh.parallel) == (2, ParallelConfig(dp=3))
 
 
 def test_leaving():
@@ -108,9 +122,9 @@ def test_a_death_while_they_gather_is_for_the_next_epoch():
     team = Team(ParallelConfig(dp=3))
     team.lost.add(2)
     # Rank 1 dies after it has said that it is here for epoch 1; a newcomer that was let in dies before it comes.
-    team.store.set("application1", "5")
+    team.store.set("application1", str(LIVES_APART + 2))
     team.store.add("applications", 1)
-    assert isinstance(team.each({0: lambda: _meet_and_lose(team, 5)})[0], PeerLost)
+    assert isinstance(team.each({0: lambda: _meet_and_lose(team, LIVES_APART + 2)})[0], PeerLost)
     assert team.meet(0)[0] is None
     assert team.of[0].members == [0]
 
