@@ -37,7 +37,7 @@ class Server:
     """One `deepserve serve`; what it says on stderr is read in a thread."""
 
     def __init__(self, dp: int, flags: list[str]):
-        command = [sys.executable, "-m", "deepserve.cli", "serve", "--dp", str(dp), *FLAGS, *flags]
+        command = [sys.executable, "-m", "deepserve", "serve", "--dp", str(dp), *FLAGS, *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()  # line by line

@@ -27,7 +27,7 @@ import psutil
 
 def start(flags: list[str]) -> tuple[subprocess.Popen, str]:
     """A server that is ready, and its address."""
-    server = subprocess.Popen([sys.executable, "-m", "deepserve.cli", "serve", "--port", "0", *flags], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen([sys.executable, "-m", "deepserve", "serve", "--port", "0", *flags], stderr=subprocess.PIPE, text=True)
     url = ""
     for line in server.stderr:
         found = re.search(r"listening on (\S+)", line)

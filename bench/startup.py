@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("flags", nargs="*", help="flags of deepserve serve, behind --")
     args = parser.parse_args()
-    serve = ["deepserve.cli", "serve", "--port", "0", *args.flags]
+    serve = ["deepserve", "serve", "--port", "0", *args.flags]
     what = serve if args.cluster is None else ["launch", "up", args.cluster]
     runs = [one_run([sys.executable, "-m", *what]) for _ in range(args.runs + 1)][1:]
     figures = {name: statistics.median(run[name] for run in runs) for name in runs[0]}

@@ -13,8 +13,18 @@ from deepserve import __version__
 from deepserve.config import EngineArgs, SpeculativeConfig
 from eplb.config import EPLBConfig
 
+
+class _Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _fail("interrupted", 130)
+
+
 app = typer.Typer(
     name="deepserve",
+    cls=_Commands,
     help="Serve DeepSeek-class mixture-of-experts models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -191,7 +201,7 @@ def serve(
     step_timeout_s: StepTimeout = _DEFAULTS.step_timeout_s,
     on_rank_death: OnRankDeath = _DEFAULTS.on_rank_death,
 ) -> None:
-    """Serve a model over the OpenAI API. SIGTERM or Ctrl-C finishes what runs; a second one stops at once."""
+    """Serve a model over the OpenAI API. SIGTERM or Ctrl-C finishes what runs, exit code 0; a second one stops at once."""
     _serve(ctx.obj, locals())
 
 
@@ -339,15 +349,6 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
     return given
 
 
-def _fail(sentence: str) -> Any:
+def _fail(sentence: str, code: int = 1) -> Any:
     print(f"deepserve: {sentence}", file=sys.stderr)
-    raise typer.Exit(1)
-
-
-def main() -> None:
-    """Entry point of the `deepserve` command."""
-    app()
-
-
-if __name__ == "__main__":
-    main()
+    raise typer.Exit(code)

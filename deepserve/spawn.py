@@ -239,7 +239,8 @@ def start_rank(options: dict) -> subprocess.Popen:
     # Threads that wait for each other spin briefly, then sleep. Spinning as long as OpenMP likes makes a step ten times slower where
     # something else wants the cores; never spinning makes it three times slower where nothing does. `env` becomes the rank itself.
     command = ["env", f"GOMP_SPINCOUNT={SPIN_COUNT}", sys.executable, "-m", "deepserve.engine.loop"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    # A process group of its own: Ctrl-C is for whoever started the rank, also while the rank is still importing.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(options) + b"\n")
     process.stdin.flush()

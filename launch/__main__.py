@@ -22,6 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"deepserve: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("deepserve: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

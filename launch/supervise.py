@@ -162,7 +162,9 @@ class Supervisor:
 
     def _relay(self, child: Child) -> None:
         for line in child.read():
-            _write(f"{child.name} | {line}")
+            # torchrun tells of a signal by a traceback, which is for its file; lines of ranks have their number in front.
+            if not self._stopping or child.command.argv[0] != "torchrun" or line.startswith("["):
+                _write(f"{child.name} | {line}")
 
     def _on_end(self, child: Child) -> None:
         self._relay(child)

@@ -78,7 +78,7 @@ def test_wheel_metadata_is_complete(wheel):
     assert values["License-Expression"] == ["Apache-2.0"] and values["License-File"] == ["LICENSE"]
     assert values["Requires-Python"] == [">=3.11"]
     assert set(values["Provides-Extra"]) == {"cuda", "ascend", "pd", "test"}
-    assert "deepserve = deepserve.cli:main" in wheel.read(f"{folder}/entry_points.txt").decode()
+    assert "deepserve = deepserve.__main__:main" in wheel.read(f"{folder}/entry_points.txt").decode()
     assert "Apache License" in wheel.read(f"{folder}/licenses/LICENSE").decode()
 
 

@@ -196,6 +196,7 @@ class EngineLoop:
             num_pages=engine.pages.num_pages,
             pid=os.getpid(),
             outlived=self._elastic is not None,
+            writers=[] if self._hand_offs is None else self._hand_offs.writers,
         )
         self._send(socket, message)
         if self._draining:
@@ -330,7 +331,7 @@ def _start(options: RankOptions, context: zmq.Context, lifeline: Lifeline) -> En
 def main() -> int:
     """Run a rank; returns only if it could not start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    # Ctrl-C and service managers signal the whole group. Whoever started the rank drains first and then cuts the lifeline.
+    # Service managers signal every process. Whoever started the rank drains first and then cuts the lifeline.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOptions)

@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 WAIT_S = 60.0  # generous: machines that run tests are busy
-SERVE = ("-m", "deepserve.cli", "serve")
+SERVE = ("-m", "deepserve", "serve")
 
 
 class Served:

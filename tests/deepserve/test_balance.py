@@ -160,6 +160,6 @@ def test_the_profile_it_leaves_can_be_started_from(served: Served):
 
 
 def test_wrong_flags():
-    command = [sys.executable, "-m", "deepserve.cli", "serve", "--eplb-config", '{"step_intervall": 3}']
+    command = [sys.executable, "-m", "deepserve", "serve", "--eplb-config", '{"step_intervall": 3}']
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 1 and "--eplb-config" in done.stderr and "unknown field `step_intervall`" in done.stderr

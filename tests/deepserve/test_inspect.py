@@ -74,7 +74,7 @@ def test_who_computes_on_a_gpu_is_known_without_one(tmp_path: Path):
     found = who(inspect_model(EngineArgs(model=str(tmp_path), device="cuda", data_parallel_size=8)))
     assert {library for (op, shape), library in found.items() if op == "mla_decode" and "128 heads" in shape} == {"FlashMLA"}
     assert found["linear", "head 129280 x 7168, 16 rows or more"] == "cuBLAS"
-    assert found["dispatch, combine", "all"] == "DeepEP" and found["collectives", "all"] == "NCCL"
+    assert found["dispatch, combine", "throughput steps"] == "DeepEP" and found["collectives", "all"] == "NCCL"
     assert "DeepGEMM" in {library for (op, _), library in found.items() if op == "grouped_linear_masked"}
 
 
@@ -87,13 +87,13 @@ def test_who_computes_the_shipped_model():
     by_cpu = {provider.served_by for provider in inspect_model(EngineArgs()).providers}
     assert by_cpu == {f"native kernels for {target}", "torch", "in this process"}
     two = inspect_model(EngineArgs(device="cuda", data_parallel_size=2))
-    (dispatch,) = [provider for provider in two.providers if provider.op == "dispatch, combine"]
+    dispatch = next(each for each in two.providers if each.op == "dispatch, combine" and each.shape == "throughput steps")
     assert dispatch.served_by == "NCCL" and "DeepEP: hidden size 256, it takes 2048" in dispatch.reason
     assert "DeepEP ElasticBuffer: of DeepEP 2, which needs NCCL 2.30.4" in dispatch.reason
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "deepserve.cli", "inspect", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "deepserve", "inspect", *arguments], capture_output=True, text=True, timeout=60)
 
 
 def test_command(v3: str):

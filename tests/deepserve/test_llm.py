@@ -228,7 +228,7 @@ def test_limits_come_from_pages(llm: LLM):
 
 
 def generate(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "deepserve.cli", "generate", *arguments]
+    command = [sys.executable, "-m", "deepserve", "generate", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, input=stdin)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import signal
 import socket
@@ -13,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from tests.deepserve.serving import WAIT_S, Served
+from tests.deepserve.serving import SERVE, WAIT_S, Served
 
 MODEL = "deepserve-tiny"
 # 256 tokens a sequence, 24 pages of 61,440 bytes: 16 sequences cannot all grow, so some are preempted.
@@ -232,7 +233,7 @@ def test_sigterm_finishes_what_runs():
 
 
 def test_sigterm_ends_a_server_whose_log_nobody_reads_any_more():
-    command = [sys.executable, "-m", "deepserve.cli", "serve", "--port", "0"]
+    command = [sys.executable, *SERVE, "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert any(line.strip() == "deepserve: ready" for line in process.stderr)
@@ -247,8 +248,39 @@ def test_sigterm_ends_a_server_whose_log_nobody_reads_any_more():
         process.wait()
 
 
+class Starting(Served):
+    """A server that tells what it imports, in a session of its own, as in a terminal."""
+
+    def __init__(self):
+        command = [sys.executable, "-X", "importtime", *SERVE, "--port", "0"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.listen(self.process.stderr)
+
+
+@pytest.mark.parametrize(
+    ("moment", "code", "last_line"),
+    [
+        (r"import time:.* (typer\.)", 130, "interrupted"),
+        (r"import time:.* (deepserve\.server\.app)", 130, "interrupted"),
+        ("(listening)", 0, "stopped, every request was finished"),  # the rank imports
+        ("(number of pages)", 0, "stopped, every request was finished"),  # it has loaded, and warms up
+    ],
+    ids=["imports of the command", "imports of the server", "imports of the rank", "warm-up"],
+)
+def test_ctrl_c_while_starting(moment: str, code: int, last_line: str):
+    with Starting() as server:
+        server.wait_for_line(moment)
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.end() == code
+        assert not psutil.wait_procs(processes, WAIT_S)[1]
+        said = [line for line in server.lines if not line.startswith("import time:")]
+        assert said[-1] == f"deepserve: {last_line}"
+        assert not any("Traceback" in line for line in said)
+
+
 def run_serve(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "deepserve.cli", "serve", *arguments]
+    command = [sys.executable, *SERVE, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
 
 

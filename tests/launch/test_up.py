@@ -30,7 +30,7 @@ def free_ports(num: int) -> list[int]:
 class Cluster(Served):
     """`launch up` of a cluster file, with the interface of `Served`; a context manager."""
 
-    def __init__(self, folder: Path, text: str):
+    def __init__(self, folder: Path, text: str, *, wait_ready: bool = True):
         port, control, *rendezvous = free_ports(2 + text.count("[["))
         tail = f"\n[frontend]\nport = {port}\ncontrol_port = {control}\n"
         tail += f'[supervision]\nlog_dir = "{folder}/logs"\n' if "[supervision]" not in text else ""
@@ -38,7 +38,7 @@ class Cluster(Served):
             text = text.replace("RDZV", str(each), 1)
         self.file = folder / "cluster.toml"
         self.file.write_text('name = "test"\n' + text.replace("LOGS", f"{folder}/logs") + tail)
-        self.start([sys.executable, "-m", "launch", "up", str(self.file)], wait_ready=True)
+        self.start([sys.executable, "-m", "launch", "up", str(self.file)], wait_ready=wait_ready)
 
     @property
     def frontend(self) -> psutil.Process:
@@ -149,9 +149,21 @@ def test_instances_and_frontend_die_come_back_and_leave_while_others_serve(tmp_p
             assert_whole(lines)
         assert server.end(WAIT_S) == 0
         assert not psutil.wait_procs(everything, 5.0)[1]
+        end = server.lines.index("deepserve: ending everything on this host; another signal ends it at once")
+        assert not any("Traceback" in line for line in server.lines[end:])
     logs = {path.name for path in (tmp_path / "logs").iterdir()}
     assert logs >= {"frontend.log", "unified0.log", "unified1.log", "unified0", "unified1"}
     assert "[unified0.0]:" in (tmp_path / "logs/unified0.log").read_text()
+
+
+def test_ctrl_c_while_instances_start(tmp_path):
+    with Cluster(tmp_path, TWO, wait_ready=False) as server:  # the frontend listens, torchrun still imports
+        everything = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGINT)
+        assert server.end() == 0
+        assert not psutil.wait_procs(everything, 5.0)[1]
+        assert server.lines[-1] == "deepserve: everything ended"
+        assert not any("Traceback" in line for line in server.lines)
 
 
 @contextlib.contextmanager
