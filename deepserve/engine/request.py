@@ -18,6 +18,10 @@ MAX_LOGIT_BIAS = 4096
 MIN_TEMPERATURE = 1e-5
 
 
+class PromptTooLong(ValueError):
+    """No room for it in the model's context, or in the cache."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens; the names and defaults that users of vLLM know.
 
@@ -162,7 +166,7 @@ def validate(prompt_token_ids: list[int], params: SamplingParams, limits: Limits
     room = min(limits.max_model_len, limits.max_seq_tokens) - num_prompt
     scores_only = params.max_tokens == 0
     if room < (0 if scores_only else 1):
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt has {num_prompt} tokens, at most {limits.max_model_len} fit the model's context "
             f"and {limits.max_seq_tokens} fit its cache" + ("" if scores_only else ", and one token must be left to generate")
         )

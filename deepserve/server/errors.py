@@ -5,11 +5,13 @@ import re
 import msgspec
 from starlette.responses import Response
 
+from deepserve.engine.request import PromptTooLong
 from deepserve.server.protocol import ChatRequest, CompletionRequest
 
 FIELDS = frozenset(ChatRequest.__struct_fields__ + CompletionRequest.__struct_fields__)
 _AT = re.compile(r"at (?:`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
 _NAME = re.compile(r"[a-z_]+\b")
 
 _TYPES = {
@@ -63,7 +65,8 @@ def bad_request(error: ValueError | str, param: str | None = None) -> ApiError:
     message = str(error)
     if param is None and (name := _NAME.match(message)) and name[0] in FIELDS:
         param = name[0]
-    return ApiError(400, message, param=param)
+    # OpenAI's word, by which clients know to shorten what they send.
+    return ApiError(400, message, param=param, code="context_length_exceeded" if isinstance(error, PromptTooLong) else None)
 
 
 def undecodable(error: Exception) -> ApiError:
@@ -75,10 +78,12 @@ def undecodable(error: Exception) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {message}", code="invalid_json")
     at = _AT.search(message)
     where = at[1] if at else ""
-    if unknown := _UNKNOWN.search(message):
-        name = f"{where}.{unknown[1]}" if where else unknown[1]
-        return ApiError(400, f"unknown field `{name}`", param=name, code="unknown_field")
-    return ApiError(400, message.replace("`$.", "`"), param=where or None, code="invalid_type")
+    unknown, missing = _UNKNOWN.search(message), _MISSING.search(message)
+    if named := unknown or missing:
+        where = f"{where}.{named[1]}" if where else named[1]
+    if unknown:
+        return ApiError(400, f"unknown field `{where}`", param=where, code="unknown_field")
+    return ApiError(400, message.replace("`$.", "`"), param=where or None, code="missing_field" if missing else "invalid_type")
 
 
 def model_not_found(name: str) -> ApiError:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from deepserve.engine.request import Limits, SamplingParams, validate
+from deepserve.engine.request import Limits, PromptTooLong, SamplingParams, validate
 from deepserve.server.client import NoEngine
 from deepserve.server.errors import bad_request, model_not_found, no_engine
 from deepserve.server.generation import Generation
@@ -50,7 +50,7 @@ def needed_limits(state: ServerState) -> Limits:
 async def encode_text(state: ServerState, text: str, limits: Limits, encode: Callable[[str], list[int]]) -> list[int]:
     """`encode(text)`. Raises ValueError for a text that cannot fit, without encoding it first."""
     if len(text) > limits.max_model_len * state.longest_token_bytes:
-        raise ValueError(f"the prompt has {len(text)} characters, which cannot fit {limits.max_model_len} tokens")
+        raise PromptTooLong(f"the prompt has {len(text)} characters, which cannot fit {limits.max_model_len} tokens")
     if len(text) < ENCODE_IN_THREAD_CHARS:
         await asyncio.sleep(0)  # a turn for the others: a request may have thousands of texts
         return encode(text)

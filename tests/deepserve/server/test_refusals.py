@@ -176,6 +176,17 @@ def test_param_names_the_field(shared):
         ({"stop_token_ids": [9999]}, "stop_token_ids"),
     ):
         assert check(shared.http.post(COMPLETIONS, json={**PROMPT, **fields}), 400)["param"] == param
+    assert check(shared.http.post(COMPLETIONS, json={}), 400)["param"] == "prompt"
+    assert check(shared.http.post(CHAT, json={"messages": [{"content": "x"}]}), 400)["param"] == "messages[0].role"
+
+
+@pytest.mark.parametrize("num_words", [5000, 1_000_000])
+def test_a_prompt_that_does_not_fit_has_openais_code(shared, num_words):
+    for path, body in (
+        (COMPLETIONS, {"prompt": "word " * num_words}),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * num_words}]}),
+    ):
+        assert check(shared.http.post(path, json=body), 400)["code"] == "context_length_exceeded"
 
 
 def test_unknown_model(shared):
@@ -230,7 +241,7 @@ def test_admin_routes(serve):
     server = serve(api_key=("secret",), admin_api_key=("root",))
     assert check(server.http.post("/scale", json={"dp": 1}, headers={"authorization": "Bearer secret"}), 401)
     answer = server.http.post("/scale", json={"dp": 1}, headers={"authorization": "Bearer root"})
-    assert "did not start the instances" in check(answer, 400)["message"]
+    assert "instance must be one that was started with on_rank_death" in check(answer, 400)["message"]
     with pytest.raises(ValueError, match="admin_api_key is empty"):
         serve(admin_api_key=("",))
 
