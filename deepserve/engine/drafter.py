@@ -1,7 +1,8 @@
 """Behind a step's draws: which drafts stand, where each row is now, and the drafts for the next step.
 
-The MTP module runs over the very tokens of the step, each paired with the token behind it, and so shares positions, slots and lengths with
-the main model: slot i of its cache holds (hidden i, token i + 1). Further passes extend the drafting rows by one position each.
+The MTP module has the main model's positions, slots and lengths: slot i of its cache holds (hidden i, token i + 1). Of all tokens of a step
+only the latents are written. Passes of the whole module run for what is behind a draft alone: the first one at each row's latest token, the
+others one position on each.
 """
 
 import torch
@@ -37,24 +38,26 @@ class Drafter:
         Returns how many drafts each decode entry accepted, `[num_decode]` int64.
         """
         accepted = self._state.settle(drawing.rows, tokens, drawing.num_decode, drawing.query_len)
+        fills = self._model.draft_head is not None and meta is not None and meta.prefill is not None
+        if num_drafts or fills:
+            assert meta is not None
+            self._model.write_drafts(next_ids, hidden, meta, self._caches)
         if not num_drafts:
-            if self._model.draft_head is not None and meta is not None and meta.prefill is not None:
-                self._model.write_drafts(next_ids, hidden, meta, self._caches)
             return accepted
-        assert meta is not None
-        hidden = self._model.draft(next_ids, hidden, meta, self._caches, step)
         if not len(drawing.rows):
-            self._model.idle_drafts(step, num_drafts - 1)  # other ranks may go on
+            self._model.idle_drafts(step, num_drafts)  # other ranks draft
             return accepted
         latest = torch.arange(0, drawing.num_decode * drawing.query_len, drawing.query_len, device=tokens.device) + accepted
         hidden = hidden[torch.cat((latest, drawing.ends)) if len(drawing.ends) else latest]
 
-        def advance(drafts: torch.Tensor, hidden: torch.Tensor, num_passes: int) -> torch.Tensor:
-            inputs = self._state.draft_inputs(drawing.rows, drafts, num_passes, drawing.page_table, drawing.num_pages)
-            decode = DecodeMeta(len(drafts), 1, inputs.seq_lens, drawing.max_seq_len, drawing.page_table)
-            return self._model.draft(drafts, hidden, AttnMetadata(inputs.positions, inputs.slots, decode, None), self._caches, step)
+        def advance(hidden: torch.Tensor, num_passes: int) -> torch.Tensor:
+            inputs = self._state.draft_inputs(drawing.rows, drawing.page_table, drawing.num_pages, num_passes)
+            decode = DecodeMeta(len(drawing.rows), 1, inputs.seq_lens, drawing.max_seq_len, drawing.page_table)
+            meta = AttnMetadata(inputs.positions, inputs.slots, decode, None)
+            return self._model.draft(inputs.token_ids, hidden, meta, self._caches, step)
 
-        self._state.ahead[drawing.rows, 1 : 1 + num_drafts] = propose(hidden, num_drafts, self._best, advance)
+        for place, drafts in enumerate(propose(hidden, num_drafts, advance, self._best), 1):
+            self._state.ahead[drawing.rows, place] = drafts
         return accepted
 
     def _best(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -48,22 +48,21 @@ class RowState:
 
         page_table `[n, width]` int32, num_pages `[n]` int64. Tokens past a row's last page (drafts of what it may not have) write nowhere.
         """
-        owned = rows < self.num_rows
-        first = torch.where(owned, self.lens[rows] - 1, -query_len)
-        return self._lay_out(self.ahead[rows, :query_len], first, owned, page_table, num_pages)
+        return self._lay_out(rows, page_table, num_pages, query_len, 0, -1)
 
-    def draft_inputs(
-        self, rows: torch.Tensor, token_ids: torch.Tensor, num_passes: int, page_table: torch.Tensor, num_pages: torch.Tensor
-    ) -> DecodeInputs:
-        """One position of each of `rows`, behind which drafts `token_ids` `[n]` stand; `num_passes` drafts came before these."""
-        owned = rows < self.num_rows
-        first = torch.where(owned, self.lens[rows] - 1 + num_passes, -1)
-        return self._lay_out(token_ids[:, None], first, owned, page_table, num_pages)
+    def draft_inputs(self, rows: torch.Tensor, page_table: torch.Tensor, num_pages: torch.Tensor, num_passes: int) -> DecodeInputs:
+        """What the MTP module pairs with a hidden state after `num_passes` passes: of each of `rows` the latest token or, later, the latest
+        draft, at the position before it.
+        """
+        return self._lay_out(rows, page_table, num_pages, 1, num_passes, num_passes - 2)
 
     def _lay_out(
-        self, token_ids: torch.Tensor, first: torch.Tensor, owned: torch.Tensor, page_table: torch.Tensor, num_pages: torch.Tensor
+        self, rows: torch.Tensor, page_table: torch.Tensor, num_pages: torch.Tensor, query_len: int, place: int, shift: int
     ) -> DecodeInputs:
-        query_len = token_ids.shape[1]
+        """`query_len` tokens of each of `rows`, those from `place` on of what is ahead; the first stands at `shift` from the row's end."""
+        owned = rows < self.num_rows
+        first = torch.where(owned, self.lens[rows] + shift, -query_len)
+        token_ids = self.ahead[rows, place : place + query_len]
         positions = first[:, None] + torch.arange(query_len, device=first.device)
         positions = positions.clamp(0, self.max_model_len - 1)
         page_idx = positions // self.page_size
