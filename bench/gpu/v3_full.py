@@ -1,14 +1,15 @@
 """All of DeepSeek-V3 on one machine of eight GPUs: 61 layers, 256 routed experts in FP8, drawn in place (no disk, no checkpoint).
 
     python bench/gpu/v3_full.py memory                  the arithmetic of device memory; needs no GPU
-    python bench/gpu/v3_full.py all --out DIR [--part 1|2]   every measurement, each as a process of its own with a time limit
+    python bench/gpu/v3_full.py all --out DIR [--part 1|2|3] every measurement, each as a process of its own with a time limit
     python bench/gpu/v3_full.py serve [--input 1024] [--output 2048] [--concurrency 1024] [--json FILE]
     python bench/gpu/v3_full.py skew [--skew 0.1] [--redundant 32] [--num-seqs 128] [--json FILE]
     (--gpus 8 --layers 61 --experts 32 --device cuda: smaller ones, and cpu, rehearse)
 
-`all` runs, in two parts of less than ten minutes: decode steps at 32, 64, 96 and 128 sequences a GPU and 4k of context, without and with
+`all` runs, in three parts of less than ten minutes: decode steps at 32, 64, 96 and 128 sequences a GPU and 4k of context, without and with
 one MTP draft (acceptance forced to 0.8 and marked so), served work of 1k in / 2k out at 1,024 requests at once; then 2k in / 1k out,
-skewed routing with and without redundant experts, prefill of 4k prompts over tp 8 and dp 8 + ep 8.
+skewed routing with and without redundant experts, prefill of 4k prompts over tp 8 and dp 8 + ep 8; last, prefill on one half of the GPUs
+and decode on the other (`pd_slice.py`), each with all the experts of half the model's number, since four GPUs do not hold 256.
 
 serve: all requests are there at the start, spread over the ranks evenly, each with a prompt of its own, greedy, and none stops early. The
 whole time counts, prompts included. Through the engine of each rank in lockstep; HTTP is left out.
@@ -219,6 +220,9 @@ def plan_of(args: argparse.Namespace) -> list[tuple[int, str, int, list[str]]]:
     load = ["--context", context, "--steps", steps, "--num-seqs", seqs[-1]]
     served = ["--concurrency", str(2 * args.gpus)] if small else []
     short, long = (["--input", "32", "--output", "8"],) * 2 if small else (["--output", "2048"], ["--input", "2048", "--output", "1024"])
+    half = args.gpus // 2
+    halves = ["--tp", str(half), "--dp", str(half), "--layers", str(args.layers), "--experts", str(args.experts * half)]
+    halves += ["--device", args.device, *short, "--requests", str(2 * half if small else 128 * half)]
     return [
         (1, "decode", 130, decode),
         (1, "decode_mtp", 140, [*decode, "--mtp", "1"]),
@@ -228,6 +232,7 @@ def plan_of(args: argparse.Namespace) -> list[tuple[int, str, int, list[str]]]:
         (2, "skew_redundant", 90, [*own, "skew", *shared, *load, "--redundant", str(4 * args.gpus)]),
         (2, "prefill_dp", 90, [*prefill, "--dp", gpus]),
         (2, "prefill_tp", 90, [*prefill, "--tp", gpus]),
+        (3, "pd", 400, [str(folder / "pd_slice.py"), *halves]),
     ]
 
 
@@ -261,7 +266,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--experts", type=int, default=32, help="routed experts for each GPU")
     parser.add_argument("--device", default="cuda", help="cpu only rehearses, with narrow layers")
-    parser.add_argument("--part", type=int, choices=[1, 2], help="of all")
+    parser.add_argument("--part", type=int, choices=[1, 2, 3], help="of all")
     parser.add_argument("--out", default="v3_full", help="folder for what all finds")
     parser.add_argument("--input", type=int, default=1024, help="serve: prompt tokens")
     parser.add_argument("--output", type=int, default=2048, help="serve: generated tokens")
