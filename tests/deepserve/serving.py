@@ -11,9 +11,20 @@ from typing import TextIO
 
 import httpx
 import psutil
+from typer.testing import CliRunner, Result
+
+from deepserve.cli import app
 
 WAIT_S = 60.0  # generous: machines that run tests are busy
 SERVE = ("-m", "deepserve", "serve")
+
+
+def command(*arguments: str) -> Result:
+    """`deepserve ...` in this process, which has imported everything: for what ends at once. An error that it does not tell is raised."""
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
 
 
 class Served:

@@ -1,8 +1,6 @@
 """Experts that move while an instance serves: what users set, see and keep. That no token changes is in test_many_ranks."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,7 @@ from hw.api import Unsupported
 from hw.groups import open_groups
 from hw.select import open_backend
 from hw.topology import ParallelConfig
-from tests.deepserve.serving import WAIT_S, Served
+from tests.deepserve.serving import WAIT_S, Served, command
 from tests.deepserve.test_many_ranks import MOVING, logprobs
 from tests.deepserve.tiny_models import to_fp8
 
@@ -160,6 +158,5 @@ def test_the_profile_it_leaves_can_be_started_from(served: Served):
 
 
 def test_wrong_flags():
-    command = [sys.executable, "-m", "deepserve", "serve", "--eplb-config", '{"step_intervall": 3}']
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 1 and "--eplb-config" in done.stderr and "unknown field `step_intervall`" in done.stderr
+    done = command("serve", "--eplb-config", '{"step_intervall": 3}')
+    assert done.exit_code == 1 and "--eplb-config" in done.stderr and "unknown field `step_intervall`" in done.stderr

@@ -1,8 +1,6 @@
 """`deepserve inspect`: the numbers of a start, without one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from deepserve.config import EngineArgs
 from deepserve.engine.engine import Engine, resolve
 from deepserve.inspect import Report, inspect_model, size
 from hw.select import open_backend
+from tests.deepserve.serving import command
 
 # DeepSeek-V3's published configuration.
 V3 = {
@@ -92,18 +91,14 @@ def test_who_computes_the_shipped_model():
     assert "DeepEP ElasticBuffer: of DeepEP 2, which needs NCCL 2.30.4" in dispatch.reason
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "deepserve", "inspect", *arguments], capture_output=True, text=True, timeout=60)
-
-
 def test_command(v3: str):
-    fits = run("--tp", "2")
-    assert fits.returncode == 0
+    fits = command("inspect", "--tp", "2")
+    assert fits.exit_code == 0
     for word in ("DeepseekV3ForCausalLM", "960 bytes", "32 routed", "number of pages"):
         assert word in fits.stdout
     assert "mixture of experts" in fits.stdout and "torch" in fits.stdout
-    too_big = run(v3)
-    assert too_big.returncode == 1
+    too_big = command("inspect", v3)
+    assert too_big.exit_code == 1
     assert "does not fit this machine" in too_big.stdout
 
 
@@ -116,8 +111,8 @@ def test_command(v3: str):
     ],
 )
 def test_refusals(arguments: list[str], sentence: str):
-    ended = run(*arguments)
-    assert ended.returncode == 1
+    ended = command("inspect", *arguments)
+    assert ended.exit_code == 1
     assert sentence in ended.stderr
 
 
