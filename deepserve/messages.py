@@ -9,7 +9,7 @@ import msgspec
 
 from deepserve.engine.request import PositionLogprobs, SamplingParams, SequenceOutput
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
@@ -60,6 +60,14 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     num_quarantined_pages: int = 0  # held pages of hand-offs that failed, to which something may be under way yet
 
 
+class Process(msgspec.Struct, array_like=True, frozen=True):
+    """One that may write to pages of others (`deepserve.pd.fence`). Numbers are used again, so its start tells it from a later one."""
+
+    machine: str
+    pid: int
+    started: int  # clock ticks after the machine's start
+
+
 class Register(msgspec.Struct, tag="register", array_like=True, frozen=True):
     """An engine rank is loaded and can take requests."""
 
@@ -76,6 +84,7 @@ class Register(msgspec.Struct, tag="register", array_like=True, frozen=True):
     num_pages: int
     pid: int
     outlived: bool = False  # whether the other ranks of the instance go on when this one dies
+    writers: list[Process] = []  # of a prefill instance: the ranks of the TP group, each of which writes pages
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
@@ -146,6 +155,7 @@ __all__ = [
     "Outputs",
     "Place",
     "PositionLogprobs",
+    "Process",
     "Register",
     "Relay",
     "SamplingParams",

@@ -3,6 +3,8 @@
 NIXL completes a write when it is flushed at the peer. The announcement is a notification of its own, sent only then: one that
 rides on the write could not be withheld from a cancelled one. A peer is removed only after the last write to it is settled: removal
 does not stop the bytes, it only hides their end (seen over TCP: a peer that was stopped got three quarters of a write after it).
+What stops them is the end of the agent that they go to, for then their registration and its connections are gone; not where a process
+of the same machine writes to this one's memory (seen with `process_vm_writev`: stopped, and let go on after that end, it wrote the rest).
 Between processes of one machine UCX may copy inside `write` itself.
 
 The library's own progress thread spins: it takes a core, idle or not (measured: 1.0 of one). Ours looks every `PROGRESS_S`, and not at
@@ -228,6 +230,8 @@ class NixlTransfer:
 
     def close(self) -> None:
         """See `hw.transfer.KVTransfer`."""
+        if self._closed:
+            return
         self._closed = True
         self._active.set()
         self._progress.join()
@@ -235,6 +239,8 @@ class NixlTransfer:
             self.disconnect(peer)
         self._writes.clear()
         self._agent.deregister_memory(self._registered)
+        # What peers send over TCP is put in place by this agent, registered or not, until it is gone with its sockets.
+        self._agent = None
         self._caches.clear()
 
 

@@ -77,7 +77,11 @@ class KVTransfer(Protocol):
         """Whether parts are expected or under way, as at first. While they are not, nothing moves but in `poll`, and nothing costs time."""
 
     def close(self) -> None:
-        """Disconnect all peers and give up the registration of the pages."""
+        """Disconnect all peers and give up the registration of the pages.
+
+        Writes of peers that are under way have no effect from then on, except those that a process of this machine does by itself:
+        it copies from memory to memory, or between GPUs, as long as it runs.
+        """
 
 
 def layer_share(num_regions: int, rank: int, size: int) -> range:

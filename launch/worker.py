@@ -69,6 +69,7 @@ class Guardian:
         self._torchrun = os.getppid()
         self._process: subprocess.Popen | None = None
         self._num_signals = 0
+        self._suspended_s = 0.0
 
     @property
     def follows(self) -> bool:
@@ -146,7 +147,17 @@ class Guardian:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(WATCH_S)
+        if self.membership is not None and self._process.poll() is None:
+            self._end_suspended(self.membership.lease_s)
         return self.poll()
+
+    def _end_suspended(self, lease_s: float) -> None:
+        """End a rank that is suspended for so long: to the others it is gone. It must not go on later, and write to pages of theirs."""
+        self._suspended_s = self._suspended_s + WATCH_S if is_suspended(self._process.pid) else 0.0
+        if self._suspended_s >= lease_s:
+            print(f"deepserve: rank {self.rank} has been suspended for {lease_s:g} s, it is ended", file=sys.stderr, flush=True)
+            self._process.kill()
+            self._process.wait()
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._num_signals += 1
@@ -155,6 +166,14 @@ class Guardian:
         if self.membership is not None and self._process is not None:
             with contextlib.suppress(OSError):  # it is gone
                 os.write(self._process.stdin.fileno(), b"drain\n")
+
+
+def is_suspended(pid: int) -> bool:
+    """By SIGSTOP or the like; not by a debugger. On Linux; elsewhere it is never known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def own_address(peer: str) -> str:

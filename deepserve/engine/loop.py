@@ -197,6 +197,7 @@ class EngineLoop:
             pid=os.getpid(),
             outlived=self._elastic is not None,
             writers=[] if self._hand_offs is None else self._hand_offs.writers,
+            writers=[] if self._hand_offs is None else self._hand_offs.writers,
         )
         self._send(socket, message)
         if self._draining:

@@ -1,7 +1,7 @@
 """Leader of a decode rank's hand-offs: sets pages aside, counts what arrives in them, and takes sequences over from prefill ranks.
 
 asked ---room---> live ---hand-off and all parts---> a running sequence
-  |                 '---given up, expired, aborted---> quarantined ---settled---> gone
+  |                 '---given up, expired, aborted---> quarantined ---settled or shut out---> gone
   '---given up, aborted---> gone
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 from deepserve.engine.request import SequenceOutput
 from deepserve.engine.scheduler import Scheduler
 from deepserve.messages import Place
+from deepserve.pd.fence import Fence, Renew, Renewed, Retire, Retired, may_write
 from deepserve.pd.messages import Attempt, GiveUp, HandOff, Message, Progress, Reservation, Reserve, Settled
 from hw.transfer import Part, Receipt
 
@@ -27,6 +28,7 @@ class _Incoming:
 
     reserve: Reserve
     line: Any
+    generation: int  # of the transfer that it comes through
     hits: list[int]  # pages of the prompt's beginning that the prefix cache had
     hashes: list[bytes]
     parts: list[list[Part]] = field(default_factory=list)  # by TP rank
@@ -60,10 +62,22 @@ def owner_of(attempt: Attempt) -> str:
 class DecodeRole:
     """Not thread-safe; times are of `time.monotonic`."""
 
-    def __init__(self, scheduler: Scheduler, place: Place, descriptions: list[bytes], send: Send, adopt: Callable[[str, Any], None]):
-        """descriptions: of the pages of each rank of the TP group. adopt: told the request and the line of each sequence taken over."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        place: Place,
+        descriptions: list[bytes],
+        command: Callable[[Renew | Retire], None],
+        send: Send,
+        adopt: Callable[[str, Any], None],
+    ):
+        """descriptions: of the pages of each rank of the TP group, which `command` reaches.
+
+        adopt: told the request and the line of each sequence taken over.
+        """
         self._scheduler, self._pages = scheduler, scheduler.pages
-        self._place, self._descriptions, self._send, self._adopt = place, descriptions, send, adopt
+        self._place, self._send, self._adopt = place, send, adopt
+        self._fence = Fence(descriptions, command)
         self._asked: deque[tuple[Reserve, Any]] = deque()
         self._incoming: dict[Attempt, _Incoming] = {}
 
@@ -106,11 +120,10 @@ class DecodeRole:
                 self._asked = deque(asked for asked in self._asked if asked[0].attempt != attempt)
                 if attempt in self._incoming:
                     self._cancel(self._incoming[attempt], message.error, now_s)
-            case Settled(attempt) if attempt in self._incoming:
-                incoming = self._incoming.pop(attempt)
-                if not incoming.quarantined:
-                    self._quarantine(incoming)
-                self._pages.acknowledge(incoming.owner)
+            case Settled(attempt, writers):
+                incoming = self._incoming.get(attempt)
+                if incoming is not None and incoming.reserve.writers == writers:
+                    self._settle(incoming)
 
     def on_part(self, rank: int, part: Part, now_s: float) -> None:
         """TP rank `rank` has a part in place."""
@@ -119,18 +132,27 @@ class DecodeRole:
             incoming.parts[rank].append(part)
             self._renew(incoming, now_s)
 
+    def on_answer(self, rank: int, answer: Renewed | Retired) -> None:
+        """TP rank `rank` has done what the fence told it."""
+        self._fence.on_answer(rank, answer)
+        if not self._fence.is_busy:
+            for incoming in list(self._incoming.values()):
+                if self._is_shut_out(incoming):
+                    self._settle(incoming)
+
     def turn(self, now_s: float) -> list[SequenceOutput]:
         """Take over what is complete, give up what came to a standstill, reserve for who waits. News for clients."""
         outputs: list[SequenceOutput] = []
         for incoming in list(self._incoming.values()):
             if incoming.quarantined and now_s - incoming.asked_s >= ASK_S:
-                self._ask(incoming, "the pages are wanted back", now_s)
+                self._shut_out(incoming, now_s)
             elif not incoming.quarantined and incoming.complete():
                 outputs += self._take_over(incoming)
         for owner in self._pages.expired(now_s):
             late = next(incoming for incoming in self._incoming.values() if incoming.owner == owner)
             self._cancel(late, f"nothing came from {late.reserve.prefill.instance} for {late.reserve.lease_s:g} s", now_s)
-        while self._asked and self._reserve(*self._asked[0], now_s):
+        self._finish_generation(now_s)
+        while self._asked and self._fence.is_open and self._reserve(*self._asked[0], now_s):
             self._asked.popleft()
         return outputs
 
@@ -158,7 +180,8 @@ class DecodeRole:
         if pages.num_for(len(prompt) + 1) - len(hits) > pages.num_available - pages.num_cached_of(hits):
             return False
         pages.hold(hits)
-        incoming = _Incoming(reserve, line, hits, hashes, [[] for _ in self._descriptions])
+        descriptions = self._fence.descriptions
+        incoming = _Incoming(reserve, line, self._fence.generation, hits, hashes, [[] for _ in descriptions])
         mine = pages.reserve(incoming.owner, pages.num_for(len(prompt)) - len(hits), now_s + reserve.lease_s)
         pages.begin_transfer(incoming.owner)  # from the moment that they are told
         self._incoming[reserve.attempt] = incoming
@@ -169,7 +192,7 @@ class DecodeRole:
             page_size=pages.page_size,
             num_cached_tokens=len(hits) * pages.page_size,
             pages=mine,
-            descriptions=self._descriptions,
+            descriptions=descriptions,
             lease_s=reserve.lease_s,
         )
         self._send(line, None, reservation)
@@ -195,6 +218,36 @@ class DecodeRole:
         self._pages.cancel(incoming.owner)
         self._pages.release(incoming.hits)
         incoming.hits = []
+
+    def _settle(self, incoming: _Incoming) -> None:
+        """Nothing can arrive for it any more."""
+        if not incoming.quarantined:
+            self._quarantine(incoming)
+        del self._incoming[incoming.reserve.attempt]
+        self._pages.acknowledge(incoming.owner)
+
+    def _shut_out(self, incoming: _Incoming, now_s: float) -> None:
+        """No answer came in `ASK_S`. Writers that may be on this machine have to answer, or to end; all others need not."""
+        if self._is_shut_out(incoming):
+            self._settle(incoming)
+            return
+        self._ask(incoming, "the pages are wanted back", now_s)
+        if not any(map(may_write, incoming.reserve.writers)):
+            self._fence.shut_out(now_s)
+
+    def _is_shut_out(self, incoming: _Incoming) -> bool:
+        return incoming.generation < self._fence.num_retired and not any(map(may_write, incoming.reserve.writers))
+
+    def _finish_generation(self, now_s: float) -> None:
+        """Have the earlier transfer closed once nothing that may succeed needs it."""
+        if not self._fence.is_busy:
+            return
+        earlier = [incoming for incoming in self._incoming.values() if incoming.generation < self._fence.generation]
+        if self._fence.is_late(now_s):
+            for incoming in earlier:
+                self._cancel(incoming, "the pages had to be made safe from another writer", now_s)
+        if all(incoming.quarantined for incoming in earlier):
+            self._fence.finished()
 
     def _ask(self, incoming: _Incoming, error: str, now_s: float) -> None:
         """Have the prefill rank stop, and say when it has."""

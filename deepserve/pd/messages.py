@@ -9,7 +9,8 @@ sequence goes on when its `HandOff` and all its parts are there. An attempt is n
 Times are durations, since hosts' clocks differ.
 
 A decode rank that gave an attempt up, or was told that another did, repeats its `GiveUp` to the prefill rank until it is `Settled`. A
-prefill rank that does not know the attempt says so at once: an earlier process under its name may have, but it is gone.
+prefill rank that does not know the attempt says so at once. That counts if it is the one that the pages were reserved for, and not a later
+process under its name; where no answer comes that counts, the decode rank shuts the writers out (`deepserve.pd.fence`).
 """
 
 from typing import Annotated
@@ -17,9 +18,9 @@ from typing import Annotated
 import msgspec
 
 from deepserve.engine.request import SequenceOutput
-from deepserve.messages import Place, Submit
+from deepserve.messages import Place, Process, Submit
 
-VERSION = 1
+VERSION = 2
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -36,6 +37,7 @@ class Reserve(msgspec.Struct, tag="reserve", array_like=True, frozen=True):
     attempt: Attempt
     submit: Submit
     prefill: Place  # who will write to them
+    writers: list[Process]  # its TP ranks
     lease_s: float
 
 
@@ -85,9 +87,10 @@ class GiveUp(msgspec.Struct, tag="give_up", array_like=True, frozen=True):
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True, frozen=True):
-    """Answer to a `GiveUp`: nothing that was sent for the attempt is under way any more, nor ever will be."""
+    """Answer to a `GiveUp`: nothing that `writers` sent for the attempt is under way any more, nor ever will be."""
 
     attempt: Attempt
+    writers: list[Process]
 
 
 Message = Reserve | Reservation | Prefill | Progress | HandOff | GiveUp | Settled

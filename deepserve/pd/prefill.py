@@ -7,7 +7,7 @@ from typing import Any
 
 from deepserve.engine.request import Sequence, SequenceOutput
 from deepserve.engine.scheduler import Scheduler
-from deepserve.messages import Place
+from deepserve.messages import Place, Process
 from deepserve.pd.messages import Attempt, GiveUp, HandOff, Message, Prefill, Progress, Reservation, Settled
 from deepserve.pd.writer import Chunk, Halt, Report
 
@@ -33,14 +33,19 @@ class _Outgoing:
     num_released: int = 0
     given_up: bool = False
 
+    @property
+    def num_all_settled(self) -> int:
+        """Chunks of which nothing is under way from any rank."""
+        return min(self.num_settled)
+
 
 class PrefillRole:
     """Not thread-safe; times are of `time.monotonic`."""
 
-    def __init__(self, scheduler: Scheduler, num_ranks: int, command: Callable[[Chunk | Halt], None], send: Send):
-        """num_ranks: in the TP group; `command` reaches the writers of all of them."""
+    def __init__(self, scheduler: Scheduler, writers: list[Process], command: Callable[[Chunk | Halt], None], send: Send):
+        """writers: the ranks of the TP group; `command` reaches all of them."""
         self._scheduler, self._pages = scheduler, scheduler.pages
-        self._num_ranks, self._command, self._send = num_ranks, command, send
+        self._writers, self._command, self._send = writers, command, send
         self._attempts: dict[Attempt, _Outgoing] = {}
 
     @property
@@ -66,7 +71,7 @@ class PrefillRole:
                 self._attempts[attempt].line = line
                 self._give_up(self._attempts[attempt])
             case GiveUp(attempt) if peer is not None:
-                self._send(line, peer, Settled(attempt))
+                self._send(line, peer, Settled(attempt, self._writers))
 
     def _begin(self, line: Any, message: Prefill, now_s: float) -> None:
         submit, reservation, pages = message.submit, message.reservation, self._pages
@@ -90,7 +95,7 @@ class PrefillRole:
             return
         sequence = self._scheduler.add(request_id, submit.prompt_token_ids, submit.params, submit.cache_salt, hands_off=True)
         num_there = reservation.num_cached_tokens // pages.page_size
-        settled = [0] * self._num_ranks
+        settled = [0] * len(self._writers)
         self._attempts[attempt] = _Outgoing(attempt, request_id, reservation, line, sequence, settled, num_there, now_s)
 
     def take(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
@@ -128,7 +133,7 @@ class PrefillRole:
             descriptions, timeout_s = reservation.descriptions, reservation.lease_s
             self._command(Chunk(outgoing.attempt, reservation.decode, descriptions, mine, theirs, is_last, timeout_s))
         if is_last:
-            self._tell(outgoing, HandOff(outgoing.attempt, outgoing.first, self._num_ranks))
+            self._tell(outgoing, HandOff(outgoing.attempt, outgoing.first, len(self._writers)))
             self._leave(outgoing)
 
     def on_report(self, rank: int, report: Report) -> None:
@@ -137,9 +142,8 @@ class PrefillRole:
         if outgoing is None:
             return
         outgoing.num_settled[rank] = report.num_settled
-        while outgoing.num_released < min(outgoing.num_settled):
-            self._pages.release(outgoing.chunks.popleft())
-            outgoing.num_released += 1
+        while outgoing.chunks and outgoing.num_released < outgoing.num_all_settled:
+            self._release_chunk(outgoing)
         if report.error and not outgoing.given_up:
             self._tell(outgoing, GiveUp(report.attempt, f"the hand-off failed: {report.error}"))
             self._give_up(outgoing)
@@ -160,6 +164,8 @@ class PrefillRole:
             outgoing.given_up = True
             self._leave(outgoing)
             self._command(Halt(outgoing.attempt))
+            while outgoing.chunks:  # whoever gets these pages now may change what is still being sent: nobody will read it
+                self._release_chunk(outgoing)
         self._sweep(outgoing)
 
     def _leave(self, outgoing: _Outgoing) -> None:
@@ -168,12 +174,16 @@ class PrefillRole:
             outgoing.sequence = None
             self._scheduler.abort(outgoing.request_id)
 
+    def _release_chunk(self, outgoing: _Outgoing) -> None:
+        self._pages.release(outgoing.chunks.popleft())
+        outgoing.num_released += 1
+
     def _sweep(self, outgoing: _Outgoing) -> None:
         """Forget an attempt of which nothing is under way."""
-        if outgoing.sequence is None and outgoing.num_released == outgoing.num_chunks:
+        if outgoing.sequence is None and outgoing.num_all_settled == outgoing.num_chunks:
             del self._attempts[outgoing.attempt]
             if outgoing.given_up:
-                self._tell(outgoing, Settled(outgoing.attempt))
+                self._tell(outgoing, Settled(outgoing.attempt, self._writers))
 
     def _tell(self, outgoing: _Outgoing, message: Message) -> None:
         self._send(outgoing.line, outgoing.reservation.decode, message)

@@ -14,13 +14,14 @@ from deepserve.engine.engine import Engine
 from deepserve.engine.lockstep import Outcome, Wait
 from deepserve.engine.pages import LIVE, PageState
 from deepserve.engine.request import SequenceOutput
-from deepserve.messages import Load, Place
+from deepserve.messages import Load, Place, Process
 from deepserve.pd.decode import DecodeRole
+from deepserve.pd.fence import Renew, Renewed, Retire, Retired, this_process
 from deepserve.pd.messages import Message
 from deepserve.pd.prefill import PrefillRole
 from deepserve.pd.writer import Chunk, Halt, Report, Writer
 from hw.select import open_transfer
-from hw.transfer import Part
+from hw.transfer import KVTransfer, Part
 
 ROLES = ("unified", "prefill", "decode")
 
@@ -31,7 +32,7 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, frozen=True):
     part: Part
 
 
-News = Chunk | Halt | Report | Arrived
+News = Chunk | Halt | Report | Arrived | Renew | Renewed | Retire | Retired
 
 
 class HandOffs:
@@ -53,22 +54,29 @@ class HandOffs:
         if role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
         self._engine, self._tp, self._clock = engine, engine.groups.tp, clock
-        caches = engine.runner.caches
-        self._transfer = open_transfer(f"{place.instance}.{engine.groups.rank}", caches)
+        self._name, self._caches = f"{place.instance}.{engine.groups.rank}", engine.runner.caches
+        self._transfer = open_transfer(self._name, self._caches)
+        self._retiring: KVTransfer | None = None  # an earlier one
+        self.writers: list[Process] = []  # of a prefill instance: the ranks of the TP group
         self._parts: list[Part] = []  # that have arrived here, unless this is a prefill instance
         self._reports: list[Report] = []  # of this rank's writes
         self._outbox: list[News] = []  # for the other ranks of the TP group
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[News])
-        self._writer = Writer(self._transfer, len(caches), self._tp.rank, self._tp.size, clock) if role == "prefill" else None
+        self._writer = Writer(self._transfer, len(self._caches), self._tp.rank, self._tp.size, clock) if role == "prefill" else None
         self._prefill: PrefillRole | None = None
         self._decode: DecodeRole | None = None
         leads, scheduler = engine.groups.is_leader, engine.scheduler
-        if role == "prefill" and leads:
-            self._prefill = PrefillRole(scheduler, self._tp.size, self._command, send)
+        if role == "prefill":
+            every = self._gather(msgspec.msgpack.encode(this_process()))
+            self.writers = [msgspec.msgpack.decode(one, type=Process) for one in every]
+            self._prefill = PrefillRole(scheduler, self.writers, self._command, send) if leads else None
         if role == "decode":
-            mine = self._transfer.describe()
-            every = [self._tp.broadcast_bytes(mine if idx == self._tp.rank else None, idx) for idx in range(self._tp.size)]
-            self._decode = DecodeRole(scheduler, place, every, send, adopt) if leads else None
+            every = self._gather(self._transfer.describe())
+            self._decode = DecodeRole(scheduler, place, every, self._command, send, adopt) if leads else None
+
+    def _gather(self, mine: bytes) -> list[bytes]:
+        """What each rank of the TP group has. Collective over it."""
+        return [self._tp.broadcast_bytes(mine if idx == self._tp.rank else None, idx) for idx in range(self._tp.size)]
 
     @property
     def has_news(self) -> bool:
@@ -115,7 +123,7 @@ class HandOffs:
 
     def look(self) -> bool:
         """See what has moved; whether there is anything for `turn` to act on."""
-        self._parts += [part for _, part in self._transfer.poll()]
+        self._parts += [part for transfer in self._transfers for _, part in transfer.poll()]
         if self._writer is not None:
             self._reports += self._writer.poll()
         return bool(self._parts or self._reports)
@@ -143,7 +151,8 @@ class HandOffs:
 
     def exchange(self, outcome: Outcome) -> None:
         """Behind a vote: hear what the TP group has to say. Collective over it."""
-        self._transfer.set_active(outcome.wait is not Wait.MESSAGE)
+        for transfer in self._transfers:
+            transfer.set_active(outcome.wait is not Wait.MESSAGE)
         for idx, rank in enumerate(self._tp.ranks):
             if rank not in outcome.news:
                 continue
@@ -163,11 +172,28 @@ class HandOffs:
                 self._prefill.on_report(rank, news)
             case Arrived(part) if self._decode is not None:
                 self._decode.on_part(rank, part, self._clock())
+            case Renewed() | Retired() if self._decode is not None:
+                self._decode.on_answer(rank, news)
+            case Renew() | Retire() if self._tp.rank != 0:
+                self._outbox.append(self._switch(news))
 
-    def _command(self, command: Chunk | Halt) -> None:
-        self._writer.execute(command)
+    def _command(self, command: Chunk | Halt | Renew | Retire) -> None:
+        """To every rank of the TP group, from its leader."""
         if self._tp.size > 1:
             self._outbox.append(command)
+        if isinstance(command, Chunk | Halt):
+            self._writer.execute(command)
+        else:
+            self._decode.on_answer(0, self._switch(command))
+
+    def _switch(self, command: Renew | Retire) -> Renewed | Retired:
+        """Of a decode rank: open a new transfer for its pages, or close the one before."""
+        if isinstance(command, Renew):
+            self._retiring, self._transfer = self._transfer, open_transfer(self._name, self._caches)
+            return Renewed(self._transfer.describe())
+        self._retiring.close()
+        self._retiring = None
+        return Retired()
 
     def load(self, load: Load) -> Load:
         """With what hand-offs add to it."""
@@ -186,5 +212,10 @@ class HandOffs:
         leader = self._prefill or self._decode
         self._engine.scheduler.check([] if leader is None else leader.held)
 
+    @property
+    def _transfers(self) -> list[KVTransfer]:
+        return [self._transfer] if self._retiring is None else [self._retiring, self._transfer]
+
     def close(self) -> None:
-        self._transfer.close()
+        for transfer in self._transfers:
+            transfer.close()

@@ -53,6 +53,7 @@ class Writer:
         self._share = layer_share(num_regions, rank, num_ranks)
         self._jobs: dict[Attempt, _Job] = {}
         self._names: dict[tuple[Place, int], str] = {}  # who is TP rank i of a decode rank now
+        self._stale: set[str] = set()  # who was: another process, or an earlier transfer of this one
 
     def execute(self, command: Chunk | Halt) -> None:
         """Start what the leader says."""
@@ -92,15 +93,24 @@ class Writer:
                 reports.append(Report(attempt, num_settled, job.error))
             if job.ended and num_settled == len(job.chunks):
                 del self._jobs[attempt]
+        if self._stale:
+            self._disconnect_stale()
         return reports
 
     def _connect(self, decode: Place, idx: int, description: bytes) -> str:
         name = self._transfer.connect(description)
-        old = self._names.get((decode, idx), name)
-        if old != name:
-            self._transfer.disconnect(old)  # it came back as another process
+        self._stale.add(self._names.get((decode, idx), name))
+        self._stale.discard(name)
         self._names[decode, idx] = name
         return name
+
+    def _disconnect_stale(self) -> None:
+        """What is under way to them may still succeed."""
+        writes = (write for job in self._jobs.values() for chunk in job.chunks for write in chunk)
+        idle = self._stale - {write.peer for write in writes if not write.settled}
+        for peer in idle:
+            self._transfer.disconnect(peer)
+        self._stale -= idle
 
     def _fail(self, job: _Job, error: str) -> None:
         job.error = error

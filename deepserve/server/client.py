@@ -61,7 +61,6 @@ class EngineClient:
         self._checked_s = time.monotonic()
         self._quiet_limit_s = quiet_limit_s
         self._quiet: set[str] = set()  # instances with a rank that has not spoken for a while
-        self._labels: dict[tuple[str, int], str] = {}
         self._lost: dict[bytes, Engine] = {}  # dropped for silence; they may only have been suspended
         self._dispatcher = Dispatcher(self._send_or_remove, self._serving, hand_off or HandOffOptions())
         self._encoder = msgspec.msgpack.Encoder()
@@ -282,7 +281,7 @@ class EngineClient:
             if engine.identity == identity or engine.place == place:
                 self._remove(engine, f"{engine.name} was replaced by a new one")
         self._lost = {key: lost for key, lost in self._lost.items() if lost.place != place}
-        label = self._label(place)
+        label = self._label(register)
         stats = self.stats.setdefault(label, EngineStats())
         engine = self.engines[identity] = Engine(identity, register, label, stats)
         log.info("%s joined: %d pages of %d tokens", engine.name, register.num_pages, register.page_size)
@@ -296,12 +295,9 @@ class EngineClient:
                 return identity
         return b""
 
-    def _label(self, place: tuple[str, int]) -> str:
-        """Of a rank's metrics, the same whenever it comes back: its number, with its instance's name if another one has the number."""
-        if place not in self._labels:
-            number = str(place[1])
-            self._labels[place] = f"{place[0]}-{number}" if number in self._labels.values() else number
-        return self._labels[place]
+    def _label(self, register: Register) -> str:
+        """Of a rank's metrics, the same whenever it comes back: a number, as with vLLM, which in a cluster follows the instance's name."""
+        return str(register.dp_rank) if self._quiet_limit_s is None else f"{register.instance}-{register.dp_rank}"
 
     def _readmit(self, identity: bytes) -> Engine | None:
         engine = self._lost.pop(identity, None)

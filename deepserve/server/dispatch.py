@@ -154,8 +154,8 @@ class Dispatcher:
         return OpenHandOff(pd.Attempt(request.request_id, self._epoch), prefill, self._router.num_fresh(prefill, request.prompt))
 
     def _reserve(self, request: EngineRequest, hand_off: OpenHandOff) -> Relay:
-        where = Place(*hand_off.prefill.place)
-        return _from_router(pd.Reserve(hand_off.attempt, request.message, where, self._options.lease_s))
+        where, writers = Place(*hand_off.prefill.place), hand_off.prefill.register.writers
+        return _from_router(pd.Reserve(hand_off.attempt, request.message, where, writers, self._options.lease_s))
 
     def _requests_at(self, engine: Engine) -> list[EngineRequest]:
         """That fail with it."""
@@ -166,10 +166,11 @@ class Dispatcher:
 
     def _end(self, request: EngineRequest, reason: str, avoid: str) -> bool:
         """It cannot go on where it is. Returns whether it is run elsewhere; else it ends with an error."""
-        runs_again = self._may_run_again(request, avoid)
+        runs_again, stats = self._may_run_again(request, avoid), request.stats
         self._withdraw(request, reason)
         request.retried = True
         if runs_again and self.place(request, avoid=avoid):
+            stats.num_retried += 1
             return True
         request.fail(reason, time.perf_counter())
         return False

@@ -43,8 +43,9 @@ _LOAD_COUNTERS = (
     ("eplb_moved_experts", "Experts that the balancer brought to another rank.", lambda load: load.num_moved_experts),
 )
 _STATS_COUNTERS = (
-    ("prompt_tokens", "Prompt tokens of requests that were computed.", lambda stats: stats.num_prompt_tokens),
-    ("generation_tokens", "Tokens generated.", lambda stats: stats.num_generated_tokens),
+    ("vllm:prompt_tokens", "Prompt tokens of requests that were computed.", lambda stats: stats.num_prompt_tokens),
+    ("vllm:generation_tokens", "Tokens generated.", lambda stats: stats.num_generated_tokens),
+    ("deepserve:requests_retried", "Requests that failed before anything came back, sent elsewhere.", lambda stats: stats.num_retried),
 )
 _HISTOGRAMS = (
     ("vllm:time_to_first_token_seconds", "From submission to the first token.", lambda stats: stats.first_token_s),
@@ -101,7 +102,7 @@ class EngineCollector(Collector):
     def _from_stats(self) -> Iterable[Metric]:
         stats = self._client.stats.items()
         for name, text, value in _STATS_COUNTERS:
-            family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            family = CounterMetricFamily(name, text, labels=_LABELS)
             for label, each in stats:
                 family.add_metric((self._model, label), value(each))
             yield family

@@ -41,6 +41,7 @@ class EngineStats:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.num_retried = 0  # requests that failed here before anything came back, and were sent elsewhere
         self.num_hand_offs = dict.fromkeys(HAND_OFF_RESULTS, 0)  # to this rank
         self.first_token_s = Histogram(FIRST_TOKEN_S)
         self.hand_off_s = Histogram(FIRST_TOKEN_S)

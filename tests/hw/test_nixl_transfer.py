@@ -19,6 +19,7 @@ from hw.transfer import Part, WriteState
 WAIT_S = 60.0  # generous: machines that run tests are busy
 LATE_S = 10.0  # how much later than its deadline a test may see an end, on a busy machine
 SMALL = [(37, 3, 5), (37, 64, 3)]  # shapes of regions: pages of 15 and 192 fp32 values
+MEDIUM = [(2048, 1 << 15)]  # 256 MiB: long enough to stop it half way
 LARGE = [(2048, 1 << 17)]  # 1 GiB of fp32 over TCP takes seconds
 
 
@@ -246,6 +247,30 @@ def test_a_stalled_peer_times_out_and_its_pages_are_unsettled_until_it_goes_on(p
     again = transfer.write(transfer.connect(description), Part("t", 2, 0, 0, True), [0], [0], [0], soon())
     settle(transfer, again)
     assert again.state is WriteState.DONE
+
+
+@pytest.mark.parametrize("pair", [MEDIUM], indirect=True)
+def test_a_stopped_writer_that_goes_on_behind_the_end_of_a_transfer_changes_nothing(pair):
+    """This is how pages come back from writers that do not answer; a second transfer of the same pages serves meanwhile."""
+    transfer, (cache,), other = pair
+    everything = list(range(len(cache)))
+    other(reply, transfer.describe(), everything)
+    until(lambda: transfer.poll() or (cache[:, -1] == 7).any())
+    other.signal(signal.SIGSTOP)
+    assert not (cache[:, -1] == 7).all(), "too late to see anything"
+    second = NixlTransfer("again", [cache])
+    transfer.close()
+    cache.fill_(-1)
+    other.ask(states)  # the first that it does when it goes on
+    other.signal(signal.SIGCONT)
+    other.answer(states)
+    until(lambda: second.poll() or other(states)[0][1])
+    assert other(states) == [(WriteState.FAILED, True)]
+    assert (cache == -1).all()
+    other(reply, second.describe(), [5])
+    assert [part for _, part in until(lambda: other(states) and second.poll())] == [Part("back", 1, 0, 0, True)]
+    assert (cache[5] == 7).all() and (cache[:5] == -1).all() and (cache[6:] == -1).all()
+    second.close()
 
 
 def test_what_is_refused(pair):

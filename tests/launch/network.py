@@ -1,4 +1,7 @@
-"""Hosts of a cluster as network namespaces on one machine, joined by a bridge on which this process sits too. Needs root on Linux."""
+"""Hosts of a cluster as network namespaces on one machine, joined by a bridge on which this process sits too. Needs root on Linux.
+
+Each has a boot id of its own, as hosts have: by that processes tell whether another one is on their machine.
+"""
 
 import fcntl
 import heapq
@@ -10,8 +13,11 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import uuid
+from pathlib import Path
 
 _numbers = itertools.count()
 
@@ -39,6 +45,7 @@ class Network:
         self._names = {host: f"ds-{self._id}-{number}" for number, host in enumerate(self.hosts)}
         self._links = {host: f"dsv{self._id}{number}" for number, host in enumerate(self.hosts)}  # their ends on the bridge
         self._subnet = subnet
+        self._folder = Path(tempfile.mkdtemp(prefix="deepserve-test-"))
 
     def __enter__(self) -> "Network":
         try:
@@ -46,6 +53,7 @@ class Network:
             _ip("address", "add", f"{self._subnet}.254/24", "dev", self._bridge)
             _ip("link", "set", self._bridge, "up")
             for host, name in self._names.items():
+                (self._folder / name).write_text(f"{uuid.uuid4()}\n")
                 _ip("netns", "add", name)
                 self._join(host, name)
                 _ip("-n", name, "address", "add", f"{host}/24", "dev", "eth0")
@@ -64,10 +72,13 @@ class Network:
     def __exit__(self, *_: object) -> None:
         for command in (*(("netns", "delete", name) for name in self._names.values()), ("link", "delete", self._bridge)):
             subprocess.run(["ip", *command], capture_output=True)
+        shutil.rmtree(self._folder)
 
     def on(self, host: str) -> list[str]:
         """Put before a command to run it on a host."""
-        return ["ip", "netns", "exec", self._names[host]]
+        name = self._names[host]
+        begin = f'mount --bind {self._folder / name} /proc/sys/kernel/random/boot_id && exec "$@"'
+        return ["ip", "netns", "exec", name, "sh", "-c", begin, "sh"]
 
     def cut(self, host: str) -> None:
         """Nothing reaches the host any more, and nobody is told."""

@@ -1,6 +1,7 @@
 """What `launch.worker` refuses before it starts anything. What it runs is in tests/deepserve/test_rank_death.py."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -77,6 +78,22 @@ def test_members_of_a_cluster_follow_its_frontend():
     member = Membership("unified0", "unified", "tcp://127.0.0.1:1", "", 15.0)
     guardians = [Guardian(EngineArgs(data_parallel_size=4), {**TORCHRUN, "RANK": str(rank)}, member) for rank in range(4)]
     assert all(guardian.follows for guardian in guardians)
+
+
+def test_a_rank_that_stays_suspended_is_ended(monkeypatch, capsys):
+    monkeypatch.setattr("launch.worker.WATCH_S", 0.02)
+    guardian = Guardian(EngineArgs(data_parallel_size=4), TORCHRUN, Membership("prefill0", "prefill", "tcp://127.0.0.1:1", "", 0.1))
+    guardian._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    for _ in range(4):
+        guardian._process.send_signal(signal.SIGSTOP)
+        assert [guardian._wait() for _ in range(4)] == [None] * 4
+        guardian._process.send_signal(signal.SIGCONT)
+        assert guardian._wait() is None, "it goes on in time"
+    guardian._process.send_signal(signal.SIGSTOP)
+    deaths = [guardian._wait() for _ in range(5)]
+    assert deaths[:4] == [None] * 4 and deaths[4].code == 128 + signal.SIGKILL
+    assert "rank 0 has been suspended for 0.1 s, it is ended" in capsys.readouterr().err
+    guardian._process.stdin.close()
 
 
 def test_the_address_that_peers_reach():

@@ -92,7 +92,9 @@ class Cluster:
         attempt = Attempt(request_id, epoch)
         self._submits[attempt] = Submit(request_id, prompt, checked)
         self._prefills[attempt] = prefill
-        self.send(decode, Relay(None, encode(Reserve(attempt, self._submits[attempt], prefill, self.lease_s))))
+        self.send(
+            decode, Relay(None, encode(Reserve(attempt, self._submits[attempt], prefill, self.registers[prefill].writers, self.lease_s)))
+        )
         return attempt
 
     def send(self, place: Place, message: ToEngine) -> None:

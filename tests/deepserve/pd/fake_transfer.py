@@ -38,17 +38,22 @@ class FakeNetwork:
         self.now_s = 0.0
         self.writes: list[FakeWrite] = []
         self.transfers: dict[str, FakeTransfer] = {}
+        self.copies_by_itself = False  # peers write to memory that nobody can refuse them, as those of one machine do
 
     def clock(self) -> float:
         return self.now_s
 
     def open(self, role: str, caches: list[torch.Tensor]) -> "FakeTransfer":
-        transfer = self.transfers[role] = FakeTransfer(self, role, caches)
+        name = role if role not in self.transfers else f"{role}-{len(self.transfers)}"
+        transfer = self.transfers[name] = FakeTransfer(self, name, caches)
         return transfer
 
     def move(self, write: FakeWrite) -> None:
         """Its bytes arrive now, whatever has become of it."""
         there = self.transfers[write.peer]
+        if there.closed and not self.copies_by_itself:
+            self.fail(write)
+            return
         for region in write.regions:
             there.caches[region][write.peer_pages] = write.source.caches[region][write.pages]
         if write.state is WriteState.RUNNING:
@@ -73,6 +78,7 @@ class FakeTransfer:
         self.name, self.caches, self._network = name, caches, network
         self.arrived: deque[tuple[str, Part]] = deque()
         self.connected: set[str] = set()
+        self.closed = False
 
     def describe(self) -> bytes:
         return self.name.encode()
@@ -108,4 +114,4 @@ class FakeTransfer:
         pass
 
     def close(self) -> None:
-        pass
+        self.closed = True

@@ -56,6 +56,7 @@ class Pair:
         self.lease_s = lease_s
         self.prefill, self.decode = (Side(place, engine, self.post, clock) for place, engine in ((PREFILL, prefill), (DECODE, decode)))
         self.sides = {PREFILL: self.prefill, DECODE: self.decode}
+        self.writers = self.prefill.hand_offs.writers
         self.loses: Callable[[Message], bool] = lambda message: False
         self.seen: list[Message] = []
         self.stories: dict[tuple[str, int], Story] = defaultdict(Story)
@@ -95,7 +96,7 @@ class Pair:
         checked = validate(prompt, SamplingParams(**{"seed": 0, "max_tokens": 8, **params}), self.decode.engine.limits)
         submit = self.submits[request_id] = Submit(request_id, prompt, checked)
         attempt = Attempt(request_id, epoch)
-        self._tell(self.decode, Reserve(attempt, submit, PREFILL, self.lease_s))
+        self._tell(self.decode, Reserve(attempt, submit, PREFILL, self.writers, self.lease_s))
         return attempt
 
     def give_up(self, attempt: Attempt) -> None:

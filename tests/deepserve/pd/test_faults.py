@@ -1,16 +1,25 @@
 """Whatever fails, and whenever: no page is lost, none is given away while something may be written to it, no token is wrong."""
 
+import os
 import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from deepserve.engine.engine import Engine
 from deepserve.engine.pages import PageState
+from deepserve.messages import Process
+from deepserve.pd.fence import FINISH_S, _stat, may_write, this_process
 from deepserve.pd.messages import Attempt, GiveUp, HandOff, Prefill, Progress, Reservation, Reserve, Settled
 from tests.deepserve.engine.driving import Request, make_engine, minimal_folder, run_together
 from tests.deepserve.pd.fake_transfer import FakeNetwork
-from tests.deepserve.pd.pair import Pair
+from tests.deepserve.pd.pair import PREFILL, Pair
 
 LEASE_S = 15.0
 PROMPT = [3 + i % 50 for i in range(150)]
@@ -106,17 +115,104 @@ def test_a_lost_answer_is_asked_for_again(pair, network):
     drain(pair, network)
 
 
-def test_a_prefill_rank_that_came_back_has_nothing_under_way(pair, network, tmp_path):
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def as_writer(process: subprocess.Popen) -> Process:
+    return msgspec.structs.replace(this_process(), pid=process.pid, started=_stat(process.pid)[1])
+
+
+def stand_still(pair: Pair, network: FakeNetwork, num_turns: int = 4) -> dict[PageState, int]:
+    """The prefill side does and hears nothing; pages of the decode side after a while."""
+    pair.loses = lambda message: isinstance(message, Settled | Progress)
+    network.now_s += LEASE_S
+    for _ in range(num_turns):
+        network.now_s += 1.1
+        pair.turn()
+    return pair.decode.engine.pages.states()
+
+
+def assert_late_bytes_change(pair: Pair, network: FakeNetwork, changed: bool) -> None:
+    caches = pair.decode.engine.runner.caches
+    before = [cache.clone() for cache in caches]
+    assert network.writes
+    move_all(pair, network)
+    assert any(not torch.equal(*both) for both in zip(before, caches, strict=True)) == changed
+
+
+def test_a_writer_elsewhere_that_stands_still_is_shut_out(pair, network):
+    """It goes on later, and its bytes change nothing any more."""
+    pair.writers = [Process("another machine", 1, 1)]
     pair.submit("r", PROMPT)
     PHASES["half written"](pair, network)
-    for write in list(network.writes):
-        network.fail(write)  # killed
-    again = Pair(make(tmp_path), pair.decode.engine, clock=network.clock).prefill
-    again.hand_offs._prefill._send = lambda line, peer, message: pair.post(again.place, peer, message)
-    pair.sides[again.place] = pair.prefill = again
-    network.now_s += LEASE_S + 1
+    pages = stand_still(pair, network)
+    assert (pages[PageState.QUARANTINED], pages[PageState.HELD]) == (0, 0)
+    assert_late_bytes_change(pair, network, False)
+    pair.loses = lambda message: False
+    pair.submit("again", PROMPT)
     drain(pair, network)
-    assert "nothing came from prefill for 15 s" in pair.given_up.values()
+    assert pair.decode.adopted == ["again"]
+
+
+def test_a_writer_of_this_machine_must_be_gone(pair, network, child):
+    """It copies by itself, so its late bytes arrive whatever this side does."""
+    pair.writers, network.copies_by_itself = [as_writer(child)], True
+    pair.submit("r", PROMPT)
+    PHASES["half written"](pair, network)
+    child.send_signal(signal.SIGSTOP)
+    assert stand_still(pair, network)[PageState.QUARANTINED] == 3
+    assert_late_bytes_change(pair, network, True)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # nobody has asked yet how it ended
+    assert stand_still(pair, network)[PageState.QUARANTINED] == 0
+    child.wait()
+    assert not may_write(pair.writers[0])
+    assert not may_write(msgspec.structs.replace(this_process(), started=1)), "another one had the number before"
+    assert may_write(msgspec.structs.replace(this_process(), machine=f"{this_process().machine.split()[0]} pid:[1]", pid=1 << 30))
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["in time", "too slow"])
+def test_other_hand_offs_may_finish_while_a_writer_is_shut_out(pair, network, slow):
+    pair.writers = [Process("another machine", 1, 1)]
+    dead = pair.submit("dead", PROMPT)
+    PHASES["half written"](pair, network)
+    network.writes.clear()
+    pair.writers = [Process("a third machine", 1, 1)]
+    other = pair.submit("other", PROMPT)
+    PHASES["half written"](pair, network)
+    pair.loses = lambda message: isinstance(message, Settled) and message.attempt == dead
+    pair.give_up(dead)
+    for _ in range(3):
+        network.now_s += 1.1
+        pair.turn()
+    assert pair.decode.engine.pages.states()[PageState.QUARANTINED] == 3, "it would cost the other one its pages"
+    if slow:
+        network.now_s += FINISH_S
+    else:
+        move_all(pair, network)
+    for _ in range(8):
+        pair.turn()
+        if not slow:
+            move_all(pair, network)
+    assert pair.decode.adopted == ([] if slow else ["other"])
+    assert (pair.given_up.get(other) == "the pages had to be made safe from another writer") == slow
+    network.now_s += 1.1
+    drain(pair, network)
+
+
+def test_the_word_of_a_later_process_does_not_count(pair, network, tmp_path):
+    pair.writers = [Process("another machine", 1, 1)]
+    attempt = pair.submit("r", PROMPT)
+    PHASES["half written"](pair, network)
+    pair.give_up(attempt)
+    pair.decode.hand_offs.on_message("line", PREFILL, Settled(attempt, [Process("another machine", 1, 2)]))
+    assert pair.decode.engine.pages.states()[PageState.QUARANTINED] == 3
+    pair.decode.hand_offs.on_message("line", PREFILL, Settled(attempt, pair.writers))
+    assert pair.decode.engine.pages.states()[PageState.QUARANTINED] == 0
 
 
 def test_a_broken_connection_and_a_missed_deadline_end_the_attempt_with_a_reason(pair, network):
@@ -172,6 +268,8 @@ class Walk:
             "seed": self.rng.randrange(100),
         }
         self.requests[request_id] = Request(random_prompt(self.rng), params)
+        # Those elsewhere never get their word in: they are shut out again and again.
+        self.pair.writers = self.rng.choice([self.pair.prefill.hand_offs.writers, [Process("another machine", 1, 1)]])
         self.attempts[request_id] = self.pair.submit(request_id, self.requests[request_id].prompt, **params)
 
     def retry(self) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from deepserve.engine.request import PositionLogprobs, SamplingParams, SequenceOutput
-from deepserve.messages import Place, Submit
+from deepserve.messages import Place, Process, Submit
 from deepserve.pd import messages
 from deepserve.pd.messages import Attempt, GiveUp, HandOff, Message, Prefill, Progress, Reservation, Reserve, Settled, decode, encode
 
@@ -14,18 +14,19 @@ ATTEMPT = Attempt("request-7/0", 3)
 SUBMIT = Submit(
     "request-7", [1, 2, 129_279], SamplingParams(temperature=0.5, seed=-(1 << 63), stop=["é"]), cache_salt="salt", arrival_s=0.1
 )
+WRITERS = [Process("boot pid:[1]", 1 << 22, 1 << 40), Process("boot pid:[1]", 2, 3)]
 RESERVATION = Reservation(ATTEMPT, Place("decode0", 143), 2, 64, 128, [5, 0, 1 << 20], [b"\x00\xff" * 40, b""], 15.0)
 FIRST = SequenceOutput(
     "request-7", 0, [17], None, None, [PositionLogprobs([17, 4], [-0.1, float("-inf")], 1)], [None, PositionLogprobs([2], [-3e-38], 9)], 128
 )
 EXAMPLES = [
-    Reserve(ATTEMPT, SUBMIT, Place("prefill0", 1), 15.0),
+    Reserve(ATTEMPT, SUBMIT, Place("prefill0", 1), WRITERS, 15.0),
     RESERVATION,
     Prefill(SUBMIT, RESERVATION),
     Progress(ATTEMPT, 1 << 40),
     HandOff(ATTEMPT, FIRST, 8),
     GiveUp(ATTEMPT, "3 pages wanted, 2 available"),
-    Settled(ATTEMPT),
+    Settled(ATTEMPT, WRITERS),
 ]
 
 
@@ -51,12 +52,12 @@ def test_a_frame_cut_anywhere_is_refused(message):
 
 
 def test_another_version_is_refused_before_its_content_is_read(monkeypatch):
-    monkeypatch.setattr(messages, "VERSION", 2)
-    newer = encode(Settled(ATTEMPT))
+    monkeypatch.setattr(messages, "VERSION", messages.VERSION + 1)
+    newer = encode(Settled(ATTEMPT, []))
     monkeypatch.undo()
-    unknown = msgspec.msgpack.encode([2, ["a message of later days", {"field": 1}]])
+    unknown = msgspec.msgpack.encode([messages.VERSION + 1, ["a message of later days", {"field": 1}]])
     for frame in (newer, unknown):
-        with pytest.raises(ValueError, match="version 2, this is version 1"):
+        with pytest.raises(ValueError, match=f"version {messages.VERSION + 1}, this is version {messages.VERSION}"):
             decode(frame)
 
 
@@ -64,9 +65,9 @@ def test_another_version_is_refused_before_its_content_is_read(monkeypatch):
     "content",
     [
         ["unknown", ["t", 1]],
-        ["settled", ["t", -1]],  # no epoch
+        ["settled", ["t", -1], []],  # no epoch
         ["settled", ["t"]],
-        ["settled", "t"],
+        ["settled", "t", []],
         ["hand_off", ["t", 1], ["r", 0, [1]], -1],
         ["reservation", ["t", 1], ["decode0", 0], 0, 64, 0, [-1], [], 1.0],  # a page that cannot be
         ["progress", ["t", 1], "many"],
@@ -74,4 +75,4 @@ def test_another_version_is_refused_before_its_content_is_read(monkeypatch):
 )
 def test_what_cannot_be_is_refused(content):
     with pytest.raises(ValueError, match="no hand-off message"):
-        decode(msgspec.msgpack.encode([1, content]))
+        decode(msgspec.msgpack.encode([messages.VERSION, content]))

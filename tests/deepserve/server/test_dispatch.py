@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from deepserve.engine.request import SamplingParams, SequenceOutput
-from deepserve.messages import Abort, Place, Relay, Submit
+from deepserve.messages import Abort, Place, Process, Relay, Submit
 from deepserve.pd import messages as pd
 from deepserve.server.dispatch import Dispatcher, HandOffOptions
 from deepserve.server.registry import Engine
@@ -14,6 +14,7 @@ from tests.deepserve.server.conftest import REGISTER
 
 LONG = list(range(300))
 LEASE_S = 3.0
+WRITERS = [Process("boot", 7, 8)]
 
 
 class World:
@@ -30,7 +31,7 @@ class World:
         self.num_requests = 0
 
     def join(self, name: str, role: str) -> Engine:
-        register = msgspec.structs.replace(REGISTER, instance=name, role=role)
+        register = msgspec.structs.replace(REGISTER, instance=name, role=role, writers=WRITERS if role == "prefill" else [])
         self.engines[name] = engine = Engine(name.encode(), register, name, EngineStats())
         return engine
 
@@ -90,7 +91,7 @@ def test_a_prompt_goes_to_prefill_and_the_rest_to_decode():
     world = World("prefill", "decode")
     prefill, decode = world["prefill0"], world["decode1"]
     request = world.submit()
-    assert world.sent == {prefill: [], decode: [pd.Reserve(pd.Attempt("r1", 1), request.message, Place("prefill0", 0), LEASE_S)]}
+    assert world.sent == {prefill: [], decode: [pd.Reserve(pd.Attempt("r1", 1), request.message, Place("prefill0", 0), WRITERS, LEASE_S)]}
     assert prefill.num_queued_tokens == len(LONG) and decode.num_queued_tokens == 0
     attempt = world.reserve(request)
     (asked,) = world.sent[prefill]
@@ -132,7 +133,7 @@ def test_messages_between_ranks_are_passed_on_with_their_sender():
     prefill, decode = world["prefill0"], world["decode1"]
     frames = []
     world.dispatcher._send = lambda engine, message: frames.append((engine, message)) or True
-    settled = pd.Settled(pd.Attempt("of an earlier frontend", 3))
+    settled = pd.Settled(pd.Attempt("of an earlier frontend", 3), WRITERS)
     world.say(prefill, settled, to=decode)
     world.dispatcher.relay(prefill, Relay(Place("nobody", 0), pd.encode(settled)), None)
     world.dispatcher.relay(prefill, Relay(Place(*decode.place), b"junk"), decode)
@@ -153,7 +154,7 @@ def test_what_is_given_up_runs_elsewhere_once(giver):
         if request.open:
             assert request.hand_off.prefill is not prefill
             attempts.append(world.reserve(request))
-    assert len(set(attempts)) == 2 and world.error(request) == "too bad"
+    assert len(set(attempts)) == 2 and world.error(request) == "too bad" and decode.stats.num_retried == 1
     assert not any(engine.requests or engine.prefills for engine in world.engines.values())
 
 

@@ -165,7 +165,7 @@ def test_metrics_keep_their_labels(serve):
     server = serve(**QUIET)
     first, second = server.engine(instance="a"), server.engine(instance="b")
     labels = {engine.instance: engine.label for engine in server.frontend.client.engines.values()}
-    assert labels == {"a": "0", "b": "b-0"}
+    assert labels == {"a": "a-0", "b": "b-0"}
     first.goodbye()
     second.goodbye()
     server.call(gone(server.frontend.client))
