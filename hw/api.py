@@ -20,6 +20,7 @@ import torch
 
 from hw.moves import ExpertMoves
 from hw.quant import QuantTensor
+from hw.row_kernels import RowKernels
 from hw.rules import ModelShapes
 
 T = TypeVar("T")
@@ -91,10 +92,6 @@ class Segments:
 
     lens: list[int]
     starts: torch.Tensor  # [num_segments + 1] int32, exclusive prefix sum of lens
-
-    @property
-    def total(self) -> int:
-        return sum(self.lens)
 
 
 @dataclass(frozen=True)
@@ -446,4 +443,5 @@ class Backend:
     expert_comm: ExpertComm
     tp: Collectives
     moves: ExpertMoves | None = None  # None: experts stay where they are loaded
+    rows: RowKernels | None = None  # None: torch does it
     keeps_fp8: bool = False  # whether block-FP8 weights are worth keeping as they are; if not, they are dequantised on load

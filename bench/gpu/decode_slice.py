@@ -82,7 +82,7 @@ def make_engine(folder: Path, groups: Groups, args: argparse.Namespace) -> Engin
         "data_parallel_size": args.dp, "speculative_config": SpeculativeConfig(num_speculative_tokens=args.mtp, adaptive=False),
     }  # fmt: skip
     if args.device == "cpu":  # a rehearsal
-        options |= {"graphs": True, "async_scheduling": True, "weight_format": "fp8", "dtype": "float32"}
+        options |= {"graphs": True, "async_scheduling": True, "weight_format": "fp8", "dtype": "float32", "cpu_kernels": "torch"}
     return Engine(resolve(EngineArgs(**options)), groups)
 
 

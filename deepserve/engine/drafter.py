@@ -19,7 +19,7 @@ class Drafter:
     """The MTP module of one rank, as the runner uses it."""
 
     def __init__(self, model: Decoder, backend: Backend, caches: list[torch.Tensor], state: RowState):
-        self._model, self._tp, self._caches, self._state = model, backend.tp, caches, state
+        self._model, self._tp, self._kernels, self._caches, self._state = model, backend.tp, backend.rows, caches, state
 
     def run(
         self,
@@ -37,7 +37,7 @@ class Drafter:
         without drafts they matter for chunks of prompts only, whose latents shall be there when drafts pay again.
         Returns how many drafts each decode entry accepted, `[num_decode]` int64.
         """
-        accepted = self._state.settle(drawing.rows, tokens, drawing.num_decode, drawing.query_len)
+        accepted, latest = self._state.settle(drawing.rows, tokens, drawing.num_decode, drawing.query_len)
         fills = self._model.draft_head is not None and meta is not None and meta.prefill is not None
         if num_drafts or fills:
             assert meta is not None
@@ -47,7 +47,6 @@ class Drafter:
         if not len(drawing.rows):
             self._model.idle_drafts(step, num_drafts)  # other ranks draft
             return accepted
-        latest = torch.arange(0, drawing.num_decode * drawing.query_len, drawing.query_len, device=tokens.device) + accepted
         hidden = hidden[torch.cat((latest, drawing.ends)) if len(drawing.ends) else latest]
 
         def advance(hidden: torch.Tensor, num_passes: int) -> torch.Tensor:
@@ -63,5 +62,8 @@ class Drafter:
     def _best(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden `[R, hidden]` -> its likeliest tokens `[R]` int64, the same on all ranks of the TP group."""
         logits = self._model.logits(hidden)
-        tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) if logits is None else logits.argmax(-1)
+        if logits is None:
+            tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        else:
+            tokens = logits.argmax(-1) if self._kernels is None else self._kernels.best(logits)
         return self._tp.broadcast(tokens)

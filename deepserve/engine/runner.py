@@ -47,7 +47,7 @@ class Runner:
         ]
         # Drafts may lie behind the last position that a sequence can have.
         self.rows = Rows(max_num_seqs, -(-(max_model_len + 2 * max_drafts) // page_size))
-        self.state = RowState(max_num_seqs, max_drafts, max_model_len, page_size, runtime)
+        self.state = RowState(max_num_seqs, max_drafts, max_model_len, page_size, runtime, backend.rows)
         self.sampler = Sampler(backend.ops, self.rows, model.config.vocab_size, runtime)
         self.drafter = Drafter(model, backend, self.caches, self.state)
         self.graphs: DecodeGraphs | None = None

@@ -10,6 +10,7 @@ import torch
 
 from deepserve.engine.rows import Rows
 from hw.api import Runtime
+from hw.row_kernels import RowKernels
 from mtp.verify import accepted_lens
 
 
@@ -26,9 +27,12 @@ class DecodeInputs:
 class RowState:
     """Known tokens and drafts of each row. The last row belongs to nobody: rows that a captured step has left over use it."""
 
-    def __init__(self, num_rows: int, max_drafts: int, max_model_len: int, page_size: int, runtime: Runtime):
+    def __init__(
+        self, num_rows: int, max_drafts: int, max_model_len: int, page_size: int, runtime: Runtime, kernels: RowKernels | None = None
+    ):
+        """kernels: do what `lay_out` and `settle` else do in torch."""
         self.num_rows, self.max_drafts, self.max_model_len, self.page_size = num_rows, max_drafts, max_model_len, page_size
-        self._runtime = runtime
+        self._runtime, self._kernels = runtime, kernels
         device = runtime.device
         self.lens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # known tokens; the last one is not computed yet
         # [num_rows + 1, 1 + max_drafts] int64: latest token, then drafts of those behind it; any tokens where there are none
@@ -60,6 +64,11 @@ class RowState:
         self, rows: torch.Tensor, page_table: torch.Tensor, num_pages: torch.Tensor, query_len: int, place: int, shift: int
     ) -> DecodeInputs:
         """`query_len` tokens of each of `rows`, those from `place` on of what is ahead; the first stands at `shift` from the row's end."""
+        if self._kernels is not None:
+            return DecodeInputs(*self._kernels.lay_out(
+                self.lens, self.ahead, rows, page_table, num_pages, query_len=query_len, place=place, shift=shift,
+                page_size=self.page_size, max_model_len=self.max_model_len,
+            ))  # fmt: skip
         owned = rows < self.num_rows
         first = torch.where(owned, self.lens[rows] + shift, -query_len)
         token_ids = self.ahead[rows, place : place + query_len]
@@ -71,11 +80,13 @@ class RowState:
         slots = torch.where((page_idx < num_pages[:, None]) & owned[:, None], slots, -1)
         return DecodeInputs(token_ids.reshape(-1), positions.flatten(), slots.flatten(), (first + query_len).int())
 
-    def settle(self, rows: torch.Tensor, tokens: torch.Tensor, num_decode: int, query_len: int) -> torch.Tensor:
+    def settle(self, rows: torch.Tensor, tokens: torch.Tensor, num_decode: int, query_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Move `rows` `[n]` on by what was drawn for them: the first `num_decode` have `query_len` draws each in `tokens`, the others one.
 
-        Returns how many drafts each of the first ones accepted, `[num_decode]` int64.
+        Returns how many drafts each of the first ones accepted and which draw is its latest token now, `[num_decode]` int64 each.
         """
+        if self._kernels is not None:
+            return self._kernels.settle(self.lens, self.ahead, rows, tokens, num_decode, query_len)
         draws = tokens[: num_decode * query_len].view(num_decode, query_len)
         decoding, others = rows[:num_decode], rows[num_decode:]
         accepted = self.accepted(decoding, draws)
@@ -84,7 +95,7 @@ class RowState:
         if len(others):
             self.lens[others] += 1
             self.ahead[others, 0] = tokens[num_decode * query_len :]
-        return accepted
+        return accepted, torch.arange(0, num_decode * query_len, query_len, device=tokens.device) + accepted
 
     def accepted(self, rows: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """How many drafts of each of `rows` `[n]` stand, given draws `[n, query_len]`: `[n]` int64."""

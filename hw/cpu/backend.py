@@ -11,6 +11,7 @@ from hw.cpu.invariant import InvariantOps
 from hw.cpu.native import Kernels, NoKernels, open_kernels
 from hw.cpu.native_experts import NativeExpertComm
 from hw.cpu.native_ops import NativeInvariantOps, NativeOps
+from hw.cpu.native_rows import NativeRows
 from hw.cpu.ops import CpuOps
 from hw.cpu.recording import Recorder
 from hw.cpu.runtime import CpuRuntime
@@ -53,7 +54,8 @@ def open_cpu(
         ops = NativeInvariantOps(kernels) if batch_invariant else NativeOps(kernels)
     # What goes through gloo is in no recording.
     recorder = Recorder(kernels) if isinstance(comm, NativeExpertComm) and groups.tp.size == 1 else None
-    return Backend(name="cpu", ops=ops, runtime=CpuRuntime(recorder), expert_comm=comm, tp=groups.tp, moves=moves)
+    rows = None if kernels is None else NativeRows(kernels)
+    return Backend(name="cpu", ops=ops, runtime=CpuRuntime(recorder), expert_comm=comm, tp=groups.tp, moves=moves, rows=rows)
 
 
 def _open_kernels(kernel_cache_dir: str | None, cpu_kernels: str) -> Kernels | None:

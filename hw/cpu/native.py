@@ -45,6 +45,11 @@ _SIGNATURES = {
     "rope": "ipiippiiipiii",
     "latent_write": "ipipipiifppppppi",
     "sample": "piippppppppi",
+    "lay_out": "ppiipipiipiiiiipppp",
+    "settle": "ppipipiipp",
+    "argmax": "piip",
+    "copy_rows": "pipipipiii",
+    "add_int": "pipi",
 }
 
 
@@ -69,17 +74,21 @@ class Kernels:
         """Calls made meanwhile are made, and told to `note`, as the words that `repeat_calls` takes."""
         kernels = {name: getattr(self, name) for name in _SIGNATURES}
         for name, kernel in kernels.items():
-            again = ctypes.cast(getattr(self._library, f"{name}_again"), ctypes.c_void_p).value
 
-            def noted(*args, kernel=kernel, again=again, letters=_SIGNATURES[name]) -> None:
+            def noted(*args, kernel=kernel, name=name) -> None:
                 kernel(*args)
-                note([again, len(args), *map(_word, letters, args)])
+                note(self.words(name, args))
 
             setattr(self, name, noted)
         try:
             yield
         finally:
             vars(self).update(kernels)
+
+    def words(self, name: str, args: tuple) -> list[int]:
+        """A call, as `repeat_calls` takes it."""
+        again = ctypes.cast(getattr(self._library, f"{name}_again"), ctypes.c_void_p).value
+        return [again, len(args), *map(_word, _SIGNATURES[name], args)]
 
 
 def _word(letter: str, argument: float | None) -> int:

@@ -2,7 +2,8 @@
 
 The first call runs the work as always. Meanwhile every call of a kernel is noted with its arguments, and every op of torch with the tensors
 that it read and made; these are kept, so that their storage is nobody else's. A repetition goes through the list: calls of kernels in a row
-are one call, ops of torch write to the storage that they made first. Views, uninitialised tensors and constants need no repetition.
+are one call, ops of torch are calls of kernels (`hw.cpu.torch_calls`) or write to the storage that they made first. Views, uninitialised
+tensors and constants need no repetition.
 
 Some work cannot be recorded: it reads a value on the host by `int(tensor)` (`tolist` would go unseen), or makes tensors whose shapes depend
 on values, or writes to a constant. It is done again each time instead, as is what would keep more memory than `KEPT_BYTES` allows for all
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hw.api import T
 from hw.cpu.native import Kernels
+from hw.cpu.torch_calls import calls_of
 
 KEPT_BYTES = 256 << 20
 _UNFILLED = {
@@ -57,22 +59,22 @@ class _Captured(Generic[T]):
         return self._result
 
     def _record(self) -> T:
-        recorder, log = self._recorder, _Log()
+        recorder, log = self._recorder, _Log(self._recorder.kernels)
         with recorder.kernels.recorded(log.note_call), log:
             result = self._work()
         self._repeatable = log.repeatable and recorder.kept_bytes + log.num_bytes <= KEPT_BYTES
         if self._repeatable:
             recorder.kept_bytes += log.num_bytes
-            self._steps, self._result = log.steps(recorder.kernels), result
+            self._steps, self._result = log.steps(), result
         return result
 
 
 class _Log(TorchDispatchMode):
     """What runs while this is entered, in order."""
 
-    def __init__(self):
+    def __init__(self, kernels: Kernels):
         super().__init__()
-        self.repeatable, self.num_bytes = True, 0
+        self.kernels, self.repeatable, self.num_bytes = kernels, True, 0
         self._entries: list[list[int] | Callable[[], object]] = []  # words of a call, or what repeats an op
         self._constants: set[int] = set()  # addresses of what is made once
         self._kept: list[object] = []
@@ -97,16 +99,25 @@ class _Log(TorchDispatchMode):
         self._kept.append(result)
         if op._schema.is_mutable:
             self.repeatable &= not any(written.untyped_storage().data_ptr() in self._constants for written in tree_leaves(result))
-            self._entries.append(partial(op, *args, **kwargs))
+            self._note_op(op, args, kwargs, result, partial(op, *args, **kwargs))
         elif all(made.alias_info is None for made in op._schema.returns):  # else a view
             self.num_bytes += sum(made.nbytes for made in tree_leaves(result))
             if op.overloadpacket in _CONSTANT:
                 self._constants.add(result.untyped_storage().data_ptr())
             elif op.overloadpacket not in _UNFILLED:
-                self._entries.append(_again(op, args, kwargs, result))
+                self._note_op(op, args, kwargs, result, _again(op, args, kwargs, result))
         return result
 
-    def steps(self, kernels: Kernels) -> list[Callable[[], object]]:
+    def _note_op(self, op, args: tuple, kwargs: dict, result: object, again: Callable[[], object]) -> None:
+        """again: repeats it, if no kernel does."""
+        calls = calls_of(op, args, kwargs, result)
+        if calls is None:
+            self._entries.append(again)
+            return
+        self._kept.append(args)
+        self._entries += [self.kernels.words(*call) for call in calls]
+
+    def steps(self) -> list[Callable[[], object]]:
         """What to call for a repetition; they own the tensors."""
         found: list[Callable[[], object]] = []
         words: list[int] = []
@@ -116,7 +127,7 @@ class _Log(TorchDispatchMode):
                 words, num_calls = words + entry, num_calls + 1
                 continue
             if num_calls:
-                found.append(_Calls(kernels, np.array(words, np.uint64), num_calls, self._kept))
+                found.append(_Calls(self.kernels, np.array(words, np.uint64), num_calls, self._kept))
                 words, num_calls = [], 0
             if entry is not None:
                 found.append(entry)

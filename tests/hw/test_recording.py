@@ -68,6 +68,37 @@ def test_kernels_and_torch_are_repeated_in_order(kernels):
         assert torch.equal(one, other)
 
 
+def test_copies_of_rows_are_calls_of_kernels(kernels):
+    """Picked and put by index, joined, strided, converted; what a kernel cannot do is torch's."""
+    idx, table, kept = torch.tensor([4, -1, 0]), torch.randn(6, 8), torch.zeros(6, 5, dtype=torch.int64)
+    x = torch.zeros(3, 8)
+    values = [torch.randn(3, 8) for _ in range(3)]
+    sums = (idx + 2).clone()
+
+    def work(inputs: torch.Tensor) -> torch.Tensor:
+        picked = table[idx]
+        joined = torch.cat((inputs[:, 2:6], picked, inputs.clone()), dim=-1)
+        table[idx[:2], :] = joined[:2, 4:12].contiguous()
+        table[idx[2:]] = inputs[0]  # a row without its dimension
+        kept[idx, 1] = idx + 2
+        kept[:, 3].copy_(kept[:, 1])
+        wide = joined.bfloat16().float()
+        wide[:, 1:3] = joined[:, 0:2]
+        return torch.cat((wide, kept[idx].float()), dim=1)
+
+    start, expected = table.clone(), []
+    for value in values:
+        expected.append(work(value))
+    table.copy_(start), kept.zero_()
+    captured = Recorder(kernels).capture(lambda: work(x))
+    with torch.inference_mode():
+        for value, wanted in zip(values, expected, strict=True):
+            x.copy_(value)
+            assert torch.equal(captured(), wanted)
+    assert kept[idx, 3].tolist() == sums.tolist()
+    assert sum(not isinstance(step, recording._Calls) for step in captured._steps) == 4, "two clones and two conversions are torch's"
+
+
 @pytest.mark.parametrize(
     "work",
     [

@@ -19,6 +19,8 @@ constexpr int kTileRows = 2;
 constexpr int kSpreadSums = 8;
 #endif
 constexpr int kTileColumns = 4;
+constexpr int kShortPieces = 8;             // registers that hold a short row of x
+constexpr int64_t kShortBytes = 16 << 10;  // of weights that pass before the next two such rows come
 constexpr int kBlockRows = 24;  // rows that stay in the first-level cache while weights pass
 constexpr int64_t kAheadBytes = 32 << 10;  // of weights that are on their way
 constexpr int64_t kAheadRows = 32;         // the same, where weights lie by inner rows
@@ -71,11 +73,52 @@ void dot_tile(const T* x, int64_t x_row, const T* const* w, T* out, int64_t out_
   for (int i = 0; i < kRows; ++i) store_four(out + i * out_row, sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3]), columns);
 }
 
+// One or two short rows of x, kPieces whole registers each, stay in registers while weights pass, one row of them after the other: then
+// there is nothing to load but weights.
+template <class T, int kRows, int kPieces>
+void dot_short(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t begin, int64_t end) {
+  using E = Elem<T>;
+  typename E::Reg a[kRows][kPieces];
+#pragma GCC unroll 2
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+    for (int p = 0; p < kPieces; ++p) a[i][p] = E::read(x + i * x_row + p * E::kSize);
+  for (int64_t j = begin; j < end; j += kTileColumns) {
+    Vec acc[kRows][kTileColumns];
+#pragma GCC unroll 4
+    for (int c = 0; c < kTileColumns; ++c) {
+      const T* column = w + std::min(j + c, end - 1) * w_row;
+#pragma GCC unroll 2
+      for (int i = 0; i < kRows; ++i) acc[i][c] = zero();
+#pragma GCC unroll 8
+      for (int p = 0; p < kPieces; ++p) {
+        const typename E::Reg b = E::read(column + p * E::kSize);
+#pragma GCC unroll 2
+        for (int i = 0; i < kRows; ++i) acc[i][c] = E::dot(acc[i][c], a[i][p], b);
+      }
+    }
+    const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, end - j));
+#pragma GCC unroll 2
+    for (int i = 0; i < kRows; ++i) store_four(out + i * out_row + j, sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3]), columns);
+  }
+}
+
 // Columns `begin .. end` of all rows of one group.
 template <class T>
 void dot_columns(
     const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
   const int64_t row_bytes = inner * static_cast<int64_t>(sizeof(T));
+  if (kLanes == 16 && inner % Elem<T>::kSize == 0 && inner <= kShortPieces * Elem<T>::kSize) {
+    const int64_t step = rows > 2 ? std::max<int64_t>(1, kShortBytes / (kTileColumns * row_bytes)) * kTileColumns : end - begin;
+    return with_count<kShortPieces>(inner / Elem<T>::kSize, [&](auto pieces) {
+      for (int64_t j = begin; j < end; j += step)
+        for (int64_t i = 0; i < rows; i += 2)
+          with_count<2>(rows - i, [&](auto count) {
+            constexpr auto tile = dot_short<T, decltype(count)::value, decltype(pieces)::value>;
+            tile(x + i * x_row, x_row, w, w_row, out + i * out_row, out_row, j, std::min(end, j + step));
+          });
+    });
+  }
   const int64_t ahead = std::max<int64_t>(1, kAheadBytes / (kTileColumns * row_bytes)) * kTileColumns * w_row;
   for (int64_t top = 0; top < rows; top += kBlockRows) {
     const int64_t bottom = std::min(rows, top + kBlockRows);

@@ -247,7 +247,13 @@ def test_the_context_ends_inside_a_run(tmp_path, left):
 
 def accept_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts stand without being equal."""
-    monkeypatch.setattr(state, "accepted_lens", lambda draws, drafts: torch.full((len(draws),), drafts.shape[1]))
+    settle = state.RowState.settle
+
+    def wrong(self, rows, tokens, num_decode, query_len):
+        self.ahead[rows[:num_decode], 1:query_len] = tokens[: num_decode * query_len].view(num_decode, query_len)[:, :-1]
+        return settle(self, rows, tokens, num_decode, query_len)
+
+    monkeypatch.setattr(state.RowState, "settle", wrong)
 
 
 def shift_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +278,9 @@ def roll_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = state.RowState.settle
 
     def wrong(self, rows, tokens, num_decode, query_len):
-        accepted = settle(self, rows, tokens, num_decode, query_len)
+        accepted, latest = settle(self, rows, tokens, num_decode, query_len)
         self.lens[rows[:num_decode]] += query_len - 1 - accepted
-        return accepted
+        return accepted, latest
 
     monkeypatch.setattr(state.RowState, "settle", wrong)
 
