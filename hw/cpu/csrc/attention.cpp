@@ -68,15 +68,21 @@ void dots(const T* const* q, const T* const* keys, int64_t dim, float* scores) {
   for (int i = 0; i < kRows; ++i) store_four(scores + i * kBlock, sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3]), 4);
 }
 
-// acc[i] = acc[i] * decay[i] + sum over keys of weight[i][j] * values[j], for `count` columns of kRows queries.
+// acc[i] = acc[i] * decay[i] + sum over keys of weight[i][j] * values[j], for `count` columns of kRows queries. soon: values to be asked for
+// meanwhile; none, if null.
 template <class T, int kRows, int kVecs>
-void add_values(float* acc, int64_t acc_row, const Running* running, const float* weights, const T* const* values, int keys, int count) {
+void add_values(
+    float* acc, int64_t acc_row, const Running* running, const float* weights, const T* const* values, int keys, int count,
+    const T* const* soon = nullptr, int64_t soon_from = 0) {
   Vec sums[kRows][kVecs];
   auto part = [count](int v) { return std::min(kLanes, count - v * kLanes); };
   const bool whole = count == kVecs * kLanes;
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVecs; ++v) sums[i][v] = mul(load(acc + i * acc_row + v * kLanes), splat(running[i].decay));
   for (int j = 0; j < keys; ++j) {
+    if (soon)
+      for (std::size_t byte = 0; byte < kVecs * kLanes * sizeof(T); byte += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(soon[j] + soon_from) + byte, _MM_HINT_T1);
     Vec x[kVecs];
     for (int v = 0; v < kVecs; ++v)
       x[v] = whole ? load(values[j] + v * kLanes) : part(v) > 0 ? load_part(values[j] + v * kLanes, part(v)) : zero();
@@ -108,11 +114,20 @@ struct Pages {
   const int32_t* lens;
   int64_t page_size, width, q_len, heads, dim, latent;
   float scale;
+
+  // Up to kBlock keys of a sequence from `low` on; behind the last of `count` it stands again.
+  template <class T>
+  void find(int64_t seq, int64_t low, int count, const T** keys) const {
+    for (int j = 0; j < kBlock; ++j) {
+      const int64_t at = low + std::min(j, count - 1), page = std::max(table[seq * width + at / page_size], 0);
+      keys[j] = static_cast<const T*>(cache) + (page * page_size + at % page_size) * dim;
+    }
+  }
 };
 
-// kRows of one sequence's q_len * heads queries.
+// kRows of one sequence's q_len * heads queries. next: the sequence that follows; its first keys are asked for at the end.
 template <class T, int kRows>
-void attend_pages(const Pages& a, const T* q, int64_t seq, int64_t first, float* acc, T* out, float* lse) {
+void attend_pages(const Pages& a, const T* q, int64_t seq, int64_t first, int64_t next, float* acc, T* out, float* lse) {
   const int64_t num_rows = a.q_len * a.heads, acc_row = round_up(a.latent, kWide * kLanes);
   const T* rows[kRows];
   int64_t sees[kRows];
@@ -124,15 +139,14 @@ void attend_pages(const Pages& a, const T* q, int64_t seq, int64_t first, float*
   Running running[kRows];
   std::fill(acc, acc + kRows * acc_row, 0.0f);
   alignas(64) float scores[kRows * kBlock];
-  const T* keys[kBlock];
+  const T *keys[kBlock], *soon[kBlock];
   const int64_t last = sees[kRows - 1];  // queries stand in order
   for (int64_t low = 0; low < last; low += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, last - low));
-    for (int j = 0; j < kBlock; ++j) {
-      const int64_t at = low + std::min(j, count - 1);
-      const int64_t page = std::max(a.table[seq * a.width + at / a.page_size], 0);
-      keys[j] = static_cast<const T*>(a.cache) + (page * a.page_size + at % a.page_size) * a.dim;
-    }
+    a.find(seq, low, count, keys);
+    const bool ends = low + kBlock >= last;
+    const int64_t to_come = ends ? next < 0 ? 0 : a.lens[next] : last - low - kBlock;
+    if (to_come > 0) a.find(ends ? next : seq, ends ? 0 : low + kBlock, static_cast<int>(std::min<int64_t>(kBlock, to_come)), soon);
     for (int j = 0; j < count; j += 4) {
       if constexpr (kLanes == 16) {
         for (int i = 0; i < kRows; i += 4) dots<T, 4>(rows + i, keys + j, a.dim, scores + i * kBlock + j);
@@ -145,7 +159,7 @@ void attend_pages(const Pages& a, const T* q, int64_t seq, int64_t first, float*
       const T* values[kBlock];
       for (int j = 0; j < count; ++j) values[j] = keys[j] + d;
       const int columns = static_cast<int>(std::min<int64_t>(kWide * kLanes, a.latent - d));
-      add_values<T, kRows, kWide>(acc + d, acc_row, running, scores, values, count, columns);
+      add_values<T, kRows, kWide>(acc + d, acc_row, running, scores, values, count, columns, to_come > 0 ? soon : nullptr, d);
     }
   }
   for (int64_t i = 0; i < std::min<int64_t>(kRows, num_rows - first); ++i) {
@@ -161,7 +175,8 @@ void attend_all_pages(const Pages& a, const T* q, int64_t num_seqs, T* out, floa
   threads::share(threads, tasks, [&](int64_t task) {
     thread_local std::vector<float> acc;
     acc.resize(kRows * round_up(a.latent, kWide * kLanes));
-    attend_pages<T, kRows>(a, q, task / groups, task % groups * kRows, acc.data(), out, lse);
+    const int64_t next = (task + threads) / groups;  // likely: tasks are taken in turn
+    attend_pages<T, kRows>(a, q, task / groups, task % groups * kRows, next < num_seqs ? next : -1, acc.data(), out, lse);
   });
 }
 

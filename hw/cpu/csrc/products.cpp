@@ -20,25 +20,22 @@ constexpr int kSpreadSums = 8;
 #endif
 constexpr int kTileColumns = 4;
 constexpr int kShortPieces = 8;             // registers that hold a short row of x
+constexpr int64_t kShortRows = 4;           // more are better served by tiles
 constexpr int64_t kShortBytes = 16 << 10;  // of weights that pass before the next two such rows come
 constexpr int kBlockRows = 24;  // rows that stay in the first-level cache while weights pass
 constexpr int64_t kAheadBytes = 32 << 10;  // of weights that are on their way
+constexpr int64_t kNearBytes = 2 << 10;    // the same for up to kFewRows rows, where nothing is done but reading
+constexpr int64_t kFewRows = 2;
 constexpr int64_t kAheadRows = 32;         // the same, where weights lie by inner rows
 
-// How weights come. A CPU fetches memory ahead where it is read from one end to the other, and hardly where four rows are read at once.
-enum class Weights {
-  kNear,    // they are in a cache
-  kInTurn,  // from memory, one row after the other: best where there is nothing but to wait for them
-  kAhead,   // from memory, all four rows at once, so that a piece of x is loaded once; those to come are asked for in time
-};
-
-// Rows of x times rows of w: out[i, j] = sum over k of x[i, k] * w[j, k], for kRows rows and up to four columns. ahead: elements from a
-// weight to the one to ask for.
-template <class T, int kRows, Weights kWeights>
-void dot_tile(const T* x, int64_t x_row, const T* const* w, T* out, int64_t out_row, int64_t inner, int columns, int64_t ahead) {
+// Rows of x times rows of w: out[i, j] = sum over k of x[i, k] * w[j, k], for kRows rows and up to four columns. kAtOnce: columns that
+// are worked on together; one, where there is nothing but to wait for weights, which come fastest from one end to the other. Meanwhile kAsked
+// rows of weights to come are asked for, `soon` and those behind it: a CPU does so by itself, but neither far nor for four rows at once.
+template <class T, int kRows, int kAtOnce, int kAsked>
+void dot_tile(
+    const T* x, int64_t x_row, const T* const* w, T* out, int64_t out_row, int64_t inner, int columns, const T* soon, int64_t w_row) {
   using E = Elem<T>;
   Vec acc[kRows][kTileColumns];
-  constexpr int kAtOnce = kWeights == Weights::kInTurn ? 1 : kTileColumns;
   const int64_t whole = inner / E::kSize * E::kSize;
   const int rest = static_cast<int>(inner - whole);
 #pragma GCC unroll 4
@@ -50,10 +47,9 @@ void dot_tile(const T* x, int64_t x_row, const T* const* w, T* out, int64_t out_
     for (int64_t k = 0; k < whole; k += E::kSize) {
       typename E::Reg b[kAtOnce];
 #pragma GCC unroll 4
-      for (int j = 0; j < kAtOnce; ++j) {
-        b[j] = E::read(w[left + j] + k);
-        if constexpr (kWeights == Weights::kAhead) _mm_prefetch(reinterpret_cast<const char*>(w[left + j] + ahead + k), _MM_HINT_T1);
-      }
+      for (int j = 0; j < kAtOnce; ++j) b[j] = E::read(w[left + j] + k);
+#pragma GCC unroll 4
+      for (int j = 0; j < kAsked; ++j) _mm_prefetch(reinterpret_cast<const char*>(soon + (left + j) * w_row + k), _MM_HINT_T1);
 #pragma GCC unroll 6
       for (int i = 0; i < kRows; ++i) {
         const typename E::Reg a = E::read(x + i * x_row + k);
@@ -79,6 +75,7 @@ template <class T, int kRows, int kPieces>
 void dot_short(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t begin, int64_t end) {
   using E = Elem<T>;
   typename E::Reg a[kRows][kPieces];
+  const int64_t near = kNearBytes / static_cast<int64_t>(kPieces * E::kSize * sizeof(T)) * w_row;
 #pragma GCC unroll 2
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
@@ -93,6 +90,7 @@ void dot_short(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int
 #pragma GCC unroll 8
       for (int p = 0; p < kPieces; ++p) {
         const typename E::Reg b = E::read(column + p * E::kSize);
+        _mm_prefetch(reinterpret_cast<const char*>(column + near + p * E::kSize), _MM_HINT_T1);
 #pragma GCC unroll 2
         for (int i = 0; i < kRows; ++i) acc[i][c] = E::dot(acc[i][c], a[i][p], b);
       }
@@ -108,7 +106,7 @@ template <class T>
 void dot_columns(
     const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
   const int64_t row_bytes = inner * static_cast<int64_t>(sizeof(T));
-  if (kLanes == 16 && inner % Elem<T>::kSize == 0 && inner <= kShortPieces * Elem<T>::kSize) {
+  if (kLanes == 16 && rows <= kShortRows && inner % Elem<T>::kSize == 0 && inner <= kShortPieces * Elem<T>::kSize) {
     const int64_t step = rows > 2 ? std::max<int64_t>(1, kShortBytes / (kTileColumns * row_bytes)) * kTileColumns : end - begin;
     return with_count<kShortPieces>(inner / Elem<T>::kSize, [&](auto pieces) {
       for (int64_t j = begin; j < end; j += step)
@@ -119,19 +117,28 @@ void dot_columns(
           });
     });
   }
-  const int64_t ahead = std::max<int64_t>(1, kAheadBytes / (kTileColumns * row_bytes)) * kTileColumns * w_row;
+  const bool few = rows <= kFewRows;
+  const int64_t at_once = few ? 1 : kTileColumns, bytes = few ? kNearBytes : kAheadBytes;
+  const int64_t ahead = std::max<int64_t>(1, bytes / (at_once * row_bytes)) * at_once;
   for (int64_t top = 0; top < rows; top += kBlockRows) {
-    const int64_t bottom = std::min(rows, top + kBlockRows);
+    const int64_t bottom = std::min(rows, top + kBlockRows), tiles = (bottom - top + kTileRows - 1) / kTileRows;
     for (int64_t j = begin; j < end; j += kTileColumns) {
       const T* four[kTileColumns];
       for (int c = 0; c < kTileColumns; ++c) four[c] = w + std::min(j + c, end - 1) * w_row;
       const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, end - j));
-      for (int64_t i = top; i < bottom; i += kTileRows)
+      for (int64_t i = top, tile = 0; i < bottom; i += kTileRows, ++tile)
         with_count<kTileRows>(std::min<int64_t>(kTileRows, bottom - i), [&](auto count) {
           constexpr int kRows = decltype(count)::value;
-          auto tile = dot_tile<T, kRows, Weights::kNear>;
-          if (i == 0) tile = rows > 2 ? dot_tile<T, kRows, Weights::kAhead> : dot_tile<T, kRows, Weights::kInTurn>;
-          tile(x + i * x_row, x_row, four, out + i * out_row + j, out_row, inner, columns, ahead);
+          auto multiply = dot_tile<T, kRows, kTileColumns, 0>;
+          // Each tile asks for its part of the next four: more at once than a CPU can have on their way, and it stands still.
+          const int64_t first = kTileColumns * tile / tiles, asked = kTileColumns * (tile + 1) / tiles - first;
+          if (few)
+            multiply = dot_tile<T, kRows, 1, 1>;
+          else if (top == 0 && asked)
+            multiply = asked == 4 ? dot_tile<T, kRows, kTileColumns, 4> : asked == 2 ? dot_tile<T, kRows, kTileColumns, 2>
+                                                                                      : dot_tile<T, kRows, kTileColumns, 1>;
+          const T* soon = four[0] + (ahead + first) * w_row;
+          multiply(x + i * x_row, x_row, four, out + i * out_row + j, out_row, inner, columns, soon, w_row);
         });
     }
   }
@@ -174,9 +181,9 @@ struct Strip<bf16> {
   static void finish(Vec& left, Vec& right) { in_order(left, right); }
 };
 
-// kRows rows of x times kStrips strips, of `columns` columns each.
+// kRows rows of x times kStrips strips, of `columns` columns each. fresh: the weights come from memory.
 template <class T, int kRows, int kStrips>
-void spread_tile(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t inner, int columns) {
+void spread_tile(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t inner, int columns, bool fresh) {
   using S = Strip<T>;
   Vec left[kRows][kStrips], right[kRows][kStrips];
   for (int i = 0; i < kRows; ++i)
@@ -189,10 +196,11 @@ void spread_tile(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, i
 #pragma GCC unroll 8
     for (int s = 0; s < kStrips; ++s) {
       const T* p = w + k * w_row + s * 2 * kLanes;
-      // A strip is too narrow for the machine to see what comes next.
-      for (int ahead = 0; ahead < S::kInner; ++ahead)
+      // A strip is too narrow for the machine to see what comes next: further down, and at the end the strips beside these.
+      const T* soon = p + (k + kAheadRows < inner ? kAheadRows * w_row : (kAheadRows - inner) * w_row + kStrips * 2 * kLanes);
+      for (int row = 0; fresh && row < S::kInner; ++row)
         for (std::size_t byte = 0; byte < 2 * kLanes * sizeof(T); byte += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(p + (kAheadRows + ahead) * w_row) + byte, _MM_HINT_T1);
+          _mm_prefetch(reinterpret_cast<const char*>(soon + row * w_row) + byte, _MM_HINT_T1);
       typename S::Reg a, b;
       S::read(p, w_row, both, columns, a, b);
 #pragma GCC unroll 6
@@ -225,10 +233,10 @@ void spread_columns(
         const int64_t high = std::min(end, low + step);
         int64_t j = low;
         for (; j + kStrips * kStrip <= high; j += kStrips * kStrip)
-          spread_tile<T, kRows, kStrips>(x + i * x_row, x_row, w + j, w_row, out + i * out_row + j, out_row, inner, kStrip);
+          spread_tile<T, kRows, kStrips>(x + i * x_row, x_row, w + j, w_row, out + i * out_row + j, out_row, inner, kStrip, i == 0);
         for (; j < high; j += kStrip) {
           const int columns = static_cast<int>(std::min<int64_t>(kStrip, high - j));
-          spread_tile<T, kRows, 1>(x + i * x_row, x_row, w + j, w_row, out + i * out_row + j, out_row, inner, columns);
+          spread_tile<T, kRows, 1>(x + i * x_row, x_row, w + j, w_row, out + i * out_row + j, out_row, inner, columns, i == 0);
         }
       });
 }
