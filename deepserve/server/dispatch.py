@@ -171,6 +171,8 @@ class Dispatcher:
         request.retried = True
         if runs_again and self.place(request, avoid=avoid):
             stats.num_retried += 1
+            waited_s = time.perf_counter() - request.start_s
+            log.info("request %s is sent elsewhere %.3f s after it came: %s", request.request_id, waited_s, reason)
             return True
         request.fail(reason, time.perf_counter())
         return False

@@ -1,5 +1,7 @@
 """Prefill over TP ranks, decode over DP ranks, each a process: the same tokens, and what becomes of pages when an instance is killed."""
 
+import time
+
 import pytest
 
 from deepserve.config import SpeculativeConfig
@@ -44,7 +46,7 @@ def test_same_tokens(num_drafts, layouts):
         assert [at.logprobs[0] for at in mine.logprobs] == pytest.approx([at.logprobs[0] for at in theirs.logprobs], abs=1e-3)
 
 
-def test_pages_come_back_when_an_instance_is_killed():
+def test_pages_come_back_when_an_instance_is_killed_and_stays_away():
     prompt = [5 + i % 1000 for i in range(3700)]
     slow = {**SHARED, "max_num_batched_tokens": 32}
 
@@ -57,15 +59,15 @@ def test_pages_come_back_when_an_instance_is_killed():
 
     with Cluster(lease_s=LEASE_S, **slow) as cluster:
         cluster.start("prefill", "prefill")
-        cluster.start("decode", "decode")
+        cluster.start("decode", "decode", tp=2)
         cluster.wait_for(PREFILL, DECODE[0])
         attempt = half_way("a")
         cluster.kill("prefill")
-        # Nobody else can say that nothing is under way any more, so the pages stay quarantined until the instance is back.
-        cluster.until(lambda: cluster.loads[DECODE[0]].num_quarantined_pages == 58)
+        killed_s = time.monotonic()
+        cluster.settle(DECODE[0])
+        assert time.monotonic() - killed_s < LEASE_S + 5.0
         assert "nothing came from prefill" in cluster.heard(GiveUp, attempt)[0].error
         cluster.start("prefill", "prefill")
-        cluster.settle(DECODE[0])
         cluster.wait_for(PREFILL)
         cluster.submit("b", prompt[:100], PREFILL, DECODE[0])
         cluster.finish("b")
@@ -73,7 +75,7 @@ def test_pages_come_back_when_an_instance_is_killed():
         attempt = half_way("c")
         cluster.kill("decode")
         cluster.settle(PREFILL)
-        assert "the hand-off failed: a write to decode.0 has" in cluster.heard(GiveUp, attempt)[0].error
+        assert "the hand-off failed: a write to decode." in cluster.heard(GiveUp, attempt)[0].error
         cluster.start("decode", "decode")
         cluster.wait_for(DECODE[0])
         cluster.submit("d", prompt[:100], PREFILL, DECODE[0])
