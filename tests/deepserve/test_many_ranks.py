@@ -62,7 +62,7 @@ INVARIANT_LAYOUTS = {
 }
 # What each of them adds stands in another layout as well, and starting ranks is most of what these tests take.
 LONG = ("dp2", "dp3", "tp2")
-LONG_INVARIANT = ("dp2", "dp3", "dp2 with drafts", "tp2 dp2 with drafts", "dp3 moving", "dp4 moving, drafts")
+LONG_INVARIANT = ("dp2", "dp3", "dp2 captured", "dp2 with drafts", "tp2 dp2 with drafts", "dp3 moving", "dp4 moving, drafts")
 
 
 def layouts(names: Iterable[str], long: tuple[str, ...]) -> list:
@@ -170,7 +170,7 @@ def test_batch_invariant_results_are_bitwise_the_same_at_any_layout(
         assert sum(moved) > 0, moved
 
 
-@pytest.mark.parametrize(("layout", "options"), [("tp2 captured", LAYOUTS), ("dp2 captured", INVARIANT_LAYOUTS)])
+@pytest.mark.parametrize(("layout", "options"), [("tp2 captured", LAYOUTS), ("dp2 moving, captured", INVARIANT_LAYOUTS)])
 def test_captured_steps_of_several_ranks_draw_inside(llm_of: Callable[..., LLM], layout: str, options: dict):
     """Without log-probabilities nothing is left to do behind a graph. Sequences end apart, so that ranks differ in size and idle."""
     options = options[layout] | ({"batch_invariant": True} if "dp2" in layout else {})
@@ -183,7 +183,7 @@ def test_captured_steps_of_several_ranks_draw_inside(llm_of: Callable[..., LLM],
 
 
 def test_seeded_draws_inside_captured_steps_are_those_of_one_rank(llm_of: Callable[..., LLM], invariant_answers: Callable[[str], dict]):
-    llm = llm_of(batch_invariant=True, **INVARIANT_LAYOUTS["dp2 captured"])
+    llm = llm_of(batch_invariant=True, **INVARIANT_LAYOUTS["dp2 moving, captured"])
     params = [SamplingParams(temperature=1.3, top_p=0.95, n=2, seed=i, max_tokens=8) for i in range(len(CASES))]
     outputs = generate(llm, [case["prompt_ids"] for case in CASES], params)
     found = [[s.token_ids for s in output.outputs] for output in outputs]

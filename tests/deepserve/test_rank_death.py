@@ -10,11 +10,14 @@ import queue
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import psutil
 import pytest
 
+from deepserve import LLM, SamplingParams
 from deepserve.engine.lockstep import PARK_S
 from deepserve.server.lifecycle import HURRY_S
 from deepserve.spawn import BLAME_S
@@ -26,9 +29,9 @@ SLACK_S = 5.0  # the frontend looks ten times in a limit; machines are busy
 END_S = STEP_TIMEOUT_S + BLAME_S + HURRY_S + SLACK_S
 PAUSE_S = 5.0
 LAYOUTS = {"dp2": ("--dp", "2"), "tp2": ("--tp", "2")}
-SLOW_LAYOUTS = ["dp2", pytest.param("tp2", marks=pytest.mark.long)]  # of tests that wait out a deadline
 SMALL = ("--max-model-len", "4096", "--num-threads", "1")
 PROMPT = {"model": "deepserve-tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+ANSWER = {"model": "deepserve-tiny", "prompt": "In the beginning", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 
 
 def ranks_of(server: Served, num_ranks: int) -> list[psutil.Process]:
@@ -104,8 +107,13 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
+def each_rank(*short: tuple[str, int]) -> pytest.MarkDecorator:
+    """Each rank of each layout; all but the short ones only in the full grids, for starting ranks is most of what these tests take."""
+    cases = [(layout, rank) for layout in LAYOUTS for rank in (0, 1)]
+    return pytest.mark.parametrize(("layout", "rank"), [pytest.param(*c, marks=[] if c in short else [pytest.mark.long]) for c in cases])
+
+
+@each_rank(("dp2", 0), ("tp2", 1))
 def test_killed_while_streaming(layout: str, rank: int):
     with Served(*LAYOUTS[layout], *SMALL) as server:
         ranks = ranks_of(server, 2)
@@ -118,8 +126,7 @@ def test_killed_while_streaming(layout: str, rank: int):
         assert_gone(ranks)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_rank(("dp2", 1), ("tp2", 0))
 def test_killed_while_idle(layout: str, rank: int):
     with Served(*LAYOUTS[layout], *SMALL) as server:
         ranks = ranks_of(server, 2)
@@ -131,7 +138,7 @@ def test_killed_while_idle(layout: str, rank: int):
         assert_gone(ranks)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("moment", ["at once", "while its peer waits for it"])
 def test_killed_while_starting(moment: str, rank: int):
     with Served("--dp", "2", *SMALL, wait_ready=False) as server:
@@ -170,8 +177,7 @@ def suspended(process: psutil.Process):
             process.resume()
 
 
-@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
-def test_a_pause_is_not_a_death(layout: str):
+def a_pause_is_not_a_death(layout: str) -> None:
     """Whichever rank it is: the others wait for it, and requests are finished."""
     with Served(*LAYOUTS[layout], *SMALL) as server:
         for rank in ranks_of(server, 2):
@@ -187,9 +193,7 @@ def test_a_pause_is_not_a_death(layout: str):
         assert len(ranks_of(server, 2)) == 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
-def test_a_rank_that_stands_still_for_good_ends_the_instance(layout: str, rank: int):
+def a_rank_that_stands_still_for_good_ends_the_instance(layout: str, rank: int) -> None:
     with Served(*LAYOUTS[layout], *SMALL, "--step-timeout-s", f"{STEP_TIMEOUT_S:g}") as server:
         ranks = ranks_of(server, 2)
         streams = start_streams(server, 2)
@@ -203,7 +207,7 @@ def test_a_rank_that_stands_still_for_good_ends_the_instance(layout: str, rank: 
             assert_gone(ranks)
 
 
-def test_a_single_rank_that_stands_still_for_good_ends_its_server():
+def a_single_rank_that_stands_still_for_good_ends_its_server() -> None:
     with Served(*SMALL, "--step-timeout-s", f"{STEP_TIMEOUT_S:g}") as server:
         (rank,) = ranks_of(server, 1)
         streams = start_streams(server, 2)
@@ -214,7 +218,7 @@ def test_a_single_rank_that_stands_still_for_good_ends_its_server():
             assert_gone([rank])
 
 
-def test_a_parked_rank_that_stands_still_for_good_ends_the_instance():
+def a_parked_rank_that_stands_still_for_good_ends_the_instance() -> None:
     """Parked ranks look after each other: nobody has to ask for anything. The follower of a TP group beats for no frontend."""
     with Served("--tp", "2", *SMALL, "--step-timeout-s", f"{STEP_TIMEOUT_S:g}") as server:
         ranks = ranks_of(server, 2)
@@ -224,7 +228,28 @@ def test_a_parked_rank_that_stands_still_for_good_ends_the_instance():
             assert_gone(ranks)
 
 
-# -- under torchrun --
+def test_ranks_that_stand_still_or_only_pause():
+    """All at the same time, since they mostly wait."""
+    cases = [
+        partial(a_pause_is_not_a_death, "dp2"),
+        partial(a_rank_that_stands_still_for_good_ends_the_instance, "dp2", 0),
+        a_single_rank_that_stands_still_for_good_ends_its_server,
+        a_parked_rank_that_stands_still_for_good_ends_the_instance,
+    ]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for job in [pool.submit(case) for case in cases]:
+            job.result()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "rank"), [("dp2", 1), ("tp2", 0), ("tp2", 1)])
+def test_each_rank_that_stands_still_for_good(layout: str, rank: int):
+    a_rank_that_stands_still_for_good_ends_the_instance(layout, rank)
+
+
+@pytest.mark.long
+def test_ranks_of_a_tp_group_may_pause():
+    a_pause_is_not_a_death("tp2")
 
 
 class Torchrun(Served):
@@ -244,13 +269,13 @@ class Torchrun(Served):
 
 
 def answer(server: Served) -> str:
-    body = {"model": "deepserve-tiny", "prompt": "In the beginning", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    return httpx.post(server.url + "/v1/completions", json=body, timeout=WAIT_S).json()["choices"][0]["text"]
+    return httpx.post(server.url + "/v1/completions", json=ANSWER, timeout=WAIT_S).json()["choices"][0]["text"]
 
 
 def test_torchrun_gives_the_same_answer_and_ends_with_a_killed_rank():
-    with Served("--dp", "2", *SMALL, "--batch-invariant") as server:
-        expected = answer(server)
+    with LLM(max_model_len=4096, num_threads=1, batch_invariant=True) as llm:
+        params = SamplingParams(max_tokens=ANSWER["max_tokens"], temperature=0, ignore_eos=True)
+        expected = llm.generate(ANSWER["prompt"], params, use_tqdm=False)[0].outputs[0].text
     with Torchrun(2, "--dp", "2", *SMALL, "--batch-invariant") as server:
         assert len({answer(server) for _ in range(4)} | {expected}) == 1
         tree = psutil.Process(server.process.pid).children(recursive=True)
@@ -264,7 +289,8 @@ def test_torchrun_gives_the_same_answer_and_ends_with_a_killed_rank():
         assert_gone(tree)
 
 
-@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_torchrun_ends_when_the_first_rank_is_killed_while_idle(layout: str):
     with Torchrun(2, *LAYOUTS[layout], *SMALL) as server:
         tree = psutil.Process(server.process.pid).children(recursive=True)
