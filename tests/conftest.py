@@ -3,11 +3,13 @@
 import random
 import sys
 import zlib
+from collections.abc import Callable
 
 import psutil
 import pytest
 
 from hw.testing import available_backends, num_devices
+from tests.hw.ranks import Ranks
 
 # These are about accelerators and nothing else; on a machine without one, or without two, there is nothing to run.
 _MOST = max((num_devices(name) for name in available_backends() if name != "cpu"), default=0)
@@ -42,6 +44,21 @@ def no_process_left():
     for child in alive:
         child.kill()
     assert not left, "processes left by the tests:\n" + "\n".join(left)
+
+
+@pytest.fixture(scope="session")
+def ranks_of(no_process_left: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Ranks]:
+    """`ranks_of(3)`: processes that form groups, for tests that leave them as they were; up to four, started once."""
+    made: list[Ranks] = []
+
+    def get(size: int) -> Ranks:
+        if not made:
+            made.append(Ranks(4, tmp_path_factory.mktemp("ranks")))
+        return made[0].first(size)
+
+    yield get
+    for ranks in made:
+        ranks.close()
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -1,5 +1,6 @@
 """Looks, plans and moves of all ranks together, over gloo, with layers that are only counters and weights."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -81,9 +82,8 @@ def serve(rendezvous, rank: int, size: int, config: EPLBConfig, costs: Costs, nu
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
+def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int], Ranks]) -> Ranks:
+    return ranks_of(request.param)
 
 
 def mean_balance(size: int, held: list[list[tuple[int, ...]]], steps: range) -> float:

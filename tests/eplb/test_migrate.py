@@ -1,6 +1,7 @@
 """Moves over gloo: every slot ends with the right bytes, and nothing changes before its layer is complete."""
 
 import os
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -81,9 +82,8 @@ def random_map(layout: Layout) -> np.ndarray:
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
+def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int], Ranks]) -> Ranks:
+    return ranks_of(request.param)
 
 
 def test_every_slot_gets_its_expert(ranks: Ranks):

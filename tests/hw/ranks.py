@@ -3,15 +3,18 @@
     with Ranks(3, tmp_path) as ranks:
         results = ranks.run(function, argument)      # function(rendezvous, rank, argument) in every process, results in rank order
 
+Starting them takes longer than most tests: the fixture `ranks_of` (tests/conftest.py) has some for all modules that leave them well.
 Functions are sent by name, so they stand at the top of a test module. What has not answered after `WAIT_S` is killed.
 """
 
+import copy
 import io
 import multiprocessing
 import os
 import pickle
 import time
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -39,11 +42,17 @@ class Ranks:
         self._processes: list[Any] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, str(folder / "rendezvous"), timeout_s), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, folder, timeout_s), daemon=True)
             process.start()
             theirs.close()  # so that its end is seen here
             self._pipes.append(ours)
             self._processes.append(process)
+
+    def first(self, size: int) -> "Ranks":
+        """The first `size` of them, as if they were all."""
+        team = copy.copy(self)
+        team.size, team._pipes, team._processes = size, self._pipes[:size], self._processes[:size]
+        return team
 
     def run(self, function: Callable, *args: Any) -> list[Any]:
         """Results in rank order; raises the first error that a rank had."""
@@ -56,7 +65,7 @@ class Ranks:
     def outcomes(self, function: Callable, *args: Any) -> list[Any]:
         """For each rank what the function returned there, or the exception it raised, or `Died`."""
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps((function, args)))
+            pipe.send_bytes(pickle.dumps((self.size, function, args)))
         found: dict[int, Any] = {}
         deadline = time.monotonic() + WAIT_S
         while len(found) < self.size:
@@ -91,17 +100,21 @@ def _receive(pipe: Connection) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _serve(pipe: Connection, rank: int, size: int, file: str, timeout_s: float) -> None:
-    """The process of a rank."""
+def _serve(pipe: Connection, rank: int, folder: Path, timeout_s: float) -> None:
+    """The process of a rank. Modules do not see each other's groups."""
     torch.set_num_threads(1)
-    rendezvous = Rendezvous(dist.FileStore(file, size), timeout_s)
+
+    @cache
+    def rendezvous(module: str, size: int) -> Rendezvous:
+        return Rendezvous(dist.FileStore(str(folder / f"{module}-{size}"), size), timeout_s)
+
     while True:
         try:
-            function, args = pickle.loads(pipe.recv_bytes())
+            size, function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
         try:
-            answer = function(rendezvous, rank, *args)
+            answer = function(rendezvous(function.__module__, size), rank, *args)
         except Exception as error:
             answer = error
         # Not `pipe.send`: that shares the memory of tensors with a process that may be gone.

@@ -11,7 +11,6 @@ from hw.cpu.ep_comm import GlooExpertComm
 from hw.cpu.expert_comm import LocalExpertComm
 from hw.groups import Group
 from hw.quant import QuantTensor, dequantize, quantize_activation
-from tests.hw.ranks import Ranks
 
 CAP = 16
 DIM = 192  # one and a half scale groups of 128
@@ -53,20 +52,6 @@ CASES = [
 ]
 BY_SIZE = {size: [case for case in CASES if case.size == size] for size in (2, 3)}
 FORMATS = ("float32", "bfloat16", "fp8", "fp8 ue8m0")
-
-
-@pytest.fixture(scope="module")
-def ranks_of(tmp_path_factory: pytest.TempPathFactory):
-    made: dict[int, Ranks] = {}
-
-    def get(size: int) -> Ranks:
-        if size not in made:
-            made[size] = Ranks(size, tmp_path_factory.mktemp("ranks"))
-        return made[size]
-
-    yield get
-    for ranks in made.values():
-        ranks.close()
 
 
 class CountedGroup(Group):

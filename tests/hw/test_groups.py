@@ -1,5 +1,6 @@
 """Collectives against their plain meaning, and what becomes of them when a peer is gone or late."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -39,9 +40,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
+def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int], Ranks]) -> Ranks:
+    return ranks_of(request.param)
 
 
 @cache
@@ -160,9 +160,8 @@ def open_all(rendezvous, rank, dp, tp):
     return groups.is_leader, [[value for (value,) in found] for found in sums]
 
 
-def test_groups_of_a_topology(tmp_path: Path):
-    with Ranks(4, tmp_path) as four:
-        found = four.run(open_all, 2, 2)
+def test_groups_of_a_topology(ranks_of: Callable[[int], Ranks]):
+    found = ranks_of(4).run(open_all, 2, 2)
     everyone = [0, 1, 2, 3]
     assert found == [
         (True, [everyone, [0, 1], everyone]),
@@ -221,9 +220,10 @@ def without_last(rendezvous, rank, size, how):
     return seconds
 
 
-@pytest.mark.parametrize(("how", "size"), [("dead", 2), ("dead", 3), ("late", 3)])
-def test_a_peer_that_is_dead_or_late_is_lost_within_the_timeout(tmp_path: Path, how: str, size: int):
-    with Ranks(size, tmp_path) as ranks:
+@pytest.mark.parametrize(("how", "size"), [pytest.param("dead", 2, marks=pytest.mark.long), ("dead", 3), ("late", 3)])
+def test_a_peer_that_is_dead_or_late_is_lost_within_the_timeout(ranks_of: Callable[[int], Ranks], tmp_path: Path, how: str, size: int):
+    with contextlib.ExitStack() as stack:
+        ranks = ranks_of(size) if how == "late" else stack.enter_context(Ranks(size, tmp_path))
         *others, last = ranks.outcomes(without_last, size, how)
     assert isinstance(last, Died) if how == "dead" else last == {}
     for rank, seconds in enumerate(others):
@@ -247,9 +247,8 @@ def meet_late(rendezvous, rank):
     return time.monotonic() - started
 
 
-def test_the_timeout_can_be_shortened_once_all_have_come(tmp_path: Path):
-    with Ranks(2, tmp_path) as two:
-        seconds, _ = two.run(meet_late)
+def test_the_timeout_can_be_shortened_once_all_have_come(ranks_of: Callable[[int], Ranks]):
+    seconds, _ = ranks_of(2).run(meet_late)
     assert 0.8 * TIMEOUT_S < seconds < TIMEOUT_S + 1.5
 
 
