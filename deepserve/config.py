@@ -125,6 +125,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"tensor_parallel_size {args.tensor_parallel_size} does not divide the model's {model.mla.num_heads} heads")
         if args.on_rank_death not in RANK_DEATH_POLICIES:
             raise ValueError(f"on_rank_death must be one of {', '.join(RANK_DEATH_POLICIES)}, got {args.on_rank_death!r}")
+        if args.on_rank_death == "replan" and args.num_nodes > 1:
+            raise ValueError(f"on_rank_death 'replan' needs all ranks of an instance on one host, num_nodes is {args.num_nodes}")
         if not 0.0 < args.step_timeout_s < float("inf"):
             raise ValueError(f"step_timeout_s must be a number above 0, got {args.step_timeout_s}")
         if args.enable_dbo and args.tensor_parallel_size * args.data_parallel_size == 1:

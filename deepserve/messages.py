@@ -1,6 +1,7 @@
 """Messages between processes: msgspec structs, tagged, versioned, never pickled.
 
 Frontend -> engine: `Submit`, `Abort`, `Drain`, `Stop`. Engine -> frontend: `Register`, `Heartbeat`, `Outputs`, `Leaving`, `Goodbye`.
+Frontend -> guardian of an instance: `Scale`. Guardian -> frontend: `Guardian`, `Died`.
 Both ways, and through the frontend from engine to engine: `Relay`.
 One message is one ZMQ frame of msgpack; the engine's DEALER socket connects to the frontend's ROUTER socket.
 """
@@ -122,6 +123,27 @@ class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
     error: str = ""
 
 
+class Guardian(msgspec.Struct, tag="guardian", array_like=True, frozen=True):
+    """The process that holds an instance's ranks, where they outlive each other. Also the answer to each `Scale`."""
+
+    instance: str
+    num_more: int = 0  # DP replicas that are wanted beyond those that it was started with; below 0: fewer
+    error: str = ""  # why the latest `Scale` was refused
+
+
+class Died(msgspec.Struct, tag="died", array_like=True, frozen=True):
+    """A guardian tells that these processes are gone, and that the other ranks of their instance go on."""
+
+    pids: list[int]
+    reason: str
+
+
+class Scale(msgspec.Struct, tag="scale", array_like=True, frozen=True):
+    """Have so many DP replicas from now on."""
+
+    dp: int
+
+
 class Place(msgspec.Struct, array_like=True, frozen=True):
     """Who leads a TP group: where hand-off messages go."""
 
@@ -139,16 +161,18 @@ class Relay(msgspec.Struct, tag="relay", array_like=True, frozen=True):
     frame: bytes
 
 
-ToEngine = Submit | Abort | Drain | Stop | Relay
-FromEngine = Register | Heartbeat | Outputs | ExpertBalance | Leaving | Goodbye | Relay
+ToEngine = Submit | Abort | Drain | Stop | Relay | Scale
+FromEngine = Register | Heartbeat | Outputs | ExpertBalance | Leaving | Goodbye | Relay | Guardian | Died
 
 __all__ = [
     "PROTOCOL_VERSION",
     "Abort",
+    "Died",
     "Drain",
     "ExpertBalance",
     "FromEngine",
     "Goodbye",
+    "Guardian",
     "Heartbeat",
     "Leaving",
     "Load",
@@ -159,6 +183,7 @@ __all__ = [
     "Register",
     "Relay",
     "SamplingParams",
+    "Scale",
     "SequenceOutput",
     "Stop",
     "Submit",

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -70,6 +71,7 @@ class LocalInstance:
         self._started_s: dict[int, float] = {}  # the latest life of each DP replica
         self._leaving: set[int] = set()  # DP replicas that were told to
         self._draining = False
+        self.num_more = 0  # DP replicas that were asked for beyond those of `args`; below 0: fewer
 
     def start(self, *frontends: str) -> None:
         """Start the ranks; they load, then the leaders of TP groups register at these ZMQ addresses."""
@@ -181,6 +183,7 @@ class LocalInstance:
             raise ValueError("the server can be scaled if it is started with --on-rank-death replan")
         if not 1 <= dp <= MOST_REPLICAS:
             raise ValueError(f"dp must be from 1 to {MOST_REPLICAS}, got {dp}")
+        self.num_more = dp - self.args.data_parallel_size
         there = self._replicas
         present = [replica for replica in there if replica not in self._leaving]
         free = [replica for replica in range(len(there) + dp) if replica not in there]
@@ -232,6 +235,14 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
     with contextlib.suppress(OSError):
         process.stdin.close()
+
+
+def is_suspended(pid: int) -> bool:
+    """By SIGSTOP or the like; not by a debugger. On Linux; elsewhere it is never known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def start_rank(options: dict) -> subprocess.Popen:

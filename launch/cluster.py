@@ -42,6 +42,7 @@ class FrontendSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     control_port: int = CONTROL_PORT  # ranks connect there
     served_model_name: list[str] = []
     api_key_file: str | None = None  # one key a line
+    admin_api_key_file: str | None = None  # the same, for commands; without it they are refused
     chat_template: str | None = None
     generation_config: str = "auto"
     max_concurrent_requests: int = 4096
@@ -103,6 +104,22 @@ class Instance:
     @property
     def rdzv_endpoint(self) -> str:
         return f"{self.hosts[0]}:{self.rdzv_port}"
+
+    @property
+    def workers_per_node(self) -> int:
+        """That torchrun starts: one for each rank, or one that holds all of them, where they outlive each other."""
+        return 1 if self.args.on_rank_death == "replan" else self.parallel.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What makes an instance part of a cluster."""
+
+    instance: str
+    role: str
+    frontend: str  # ZMQ address
+    secret: str
+    lease_s: float
 
 
 @dataclass(frozen=True)
@@ -287,7 +304,7 @@ def _instances(file: ClusterFile) -> Iterator[Instance]:
                 parallel=ParallelConfig(dp=spec.dp, tp=spec.tp, nodes=spec.nodes),
                 hosts=tuple(sorted(_hosts(file, spec, free_hosts))),
                 rdzv_port=RDZV_PORT + index if spec.rdzv_port is None else spec.rdzv_port,
-                args=_engine_args(file, spec),
+                args=_engine_args(file, role, spec),
                 env=spec.env,
             )
         except ValueError as error:
@@ -309,7 +326,7 @@ def _hosts(file: ClusterFile, spec: InstanceSpec, free_hosts: Iterator[str]) -> 
     return hosts
 
 
-def _engine_args(file: ClusterFile, spec: InstanceSpec) -> EngineArgs:
+def _engine_args(file: ClusterFile, role: str, spec: InstanceSpec) -> EngineArgs:
     options = {**file.engine, **spec.engine}
     unknown = [name for name in options if name not in EngineArgs.__struct_fields__]
     if unknown:
@@ -317,8 +334,9 @@ def _engine_args(file: ClusterFile, spec: InstanceSpec) -> EngineArgs:
     placed = [name for name in options if name in _SET_BY_CLUSTER]
     if placed:
         raise ValueError(f"engine option {placed[0]!r} follows from model, dp, tp and nodes")
-    if options.get("on_rank_death", "fail") != "fail":
-        raise ValueError(f"engine: on_rank_death must be fail, since torchrun ends all workers with one, got {options['on_rank_death']!r}")
+    if options.get("on_rank_death") == "replan" and role != "unified" and spec.tp > 1:
+        # Ranks of a TP group hear of each other's writes through it, and a death elsewhere in the instance closes it half-way.
+        raise ValueError(f"engine: on_rank_death 'replan' needs tp 1 where pages are handed off, this {role} instance has tp {spec.tp}")
     try:
         return msgspec.convert(
             {**options, "model": file.model, "data_parallel_size": spec.dp, "tensor_parallel_size": spec.tp, "num_nodes": spec.nodes},

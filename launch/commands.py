@@ -38,7 +38,7 @@ def torchrun_command(cluster: Cluster, instance: Instance, node: int) -> Command
     """The line for one node of an instance."""
     name = instance.name if instance.parallel.nodes == 1 else f"{instance.name}-node{node}"
     argv = (
-        *("torchrun", "--nnodes", str(instance.parallel.nodes), "--nproc-per-node", str(instance.parallel.ranks_per_node)),
+        *("torchrun", "--nnodes", str(instance.parallel.nodes), "--nproc-per-node", str(instance.workers_per_node)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", instance.rdzv_endpoint, "--rdzv-id", f"{cluster.name}-{instance.name}"),
         # Said outright, since torchrun does not recognise every address of its own machine.
         *("--rdzv-conf", f"is_host={str(node == 0).lower()}", "--local-addr", instance.hosts[node]),

@@ -16,9 +16,6 @@ QUIET_S = 3.0  # three missed beats; then an instance gets no requests
 def server_options(cluster: Cluster, control_listen: str | None = None) -> ServerOptions:
     """`control_listen`: address for ranks, where the host of the file is not one of this machine. Raises ValueError."""
     spec = cluster.frontend
-    keys = () if spec.api_key_file is None else tuple(read_text(cluster.path.parent / spec.api_key_file, "api_key_file").split())
-    if spec.api_key_file is not None and not keys:
-        raise ValueError(f"api_key_file {spec.api_key_file} holds no key")
     template = None if spec.chat_template is None else str(cluster.path.parent / spec.chat_template)
     return ServerOptions(
         model_path=str(resolve_model(cluster.model, cluster.instances[0].args.revision, with_weights=False)),
@@ -31,7 +28,8 @@ def server_options(cluster: Cluster, control_listen: str | None = None) -> Serve
         engine_silence_limit_s=cluster.lease_s,
         engine_quiet_limit_s=min(QUIET_S, cluster.lease_s),
         hand_off=cluster.hand_off,
-        api_key=keys,
+        api_key=_keys(cluster, "api_key_file"),
+        admin_api_key=_keys(cluster, "admin_api_key_file"),
         chat_template=template,
         generation_config=spec.generation_config,
         max_concurrent_requests=spec.max_concurrent_requests,
@@ -39,6 +37,15 @@ def server_options(cluster: Cluster, control_listen: str | None = None) -> Serve
         shutdown_timeout_s=spec.shutdown_timeout_s,
         access_log=spec.access_log,
     )
+
+
+def _keys(cluster: Cluster, name: str) -> tuple[str, ...]:
+    """Those of a file that `[frontend]` may name. Raises ValueError."""
+    file = getattr(cluster.frontend, name)
+    keys = () if file is None else tuple(read_text(cluster.path.parent / file, name).split())
+    if file is not None and not keys:
+        raise ValueError(f"{name} {file} holds no key")
+    return keys
 
 
 def _ip_of(host: str) -> str:

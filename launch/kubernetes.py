@@ -155,7 +155,7 @@ def _leader_worker_set(cluster: Cluster, instance: Instance, options: PodOptions
 def _torchrun_line(cluster: Cluster, instance: Instance) -> str:
     """For the shell of a pod, which knows the group's leader and its own place in the group."""
     return (
-        f"exec torchrun --nnodes {instance.parallel.nodes} --nproc-per-node {instance.parallel.ranks_per_node} --rdzv-backend c10d "
+        f"exec torchrun --nnodes {instance.parallel.nodes} --nproc-per-node {instance.workers_per_node} --rdzv-backend c10d "
         f'--rdzv-endpoint "$LWS_LEADER_ADDRESS:{instance.rdzv_port}" --rdzv-id {cluster.name}-{instance.name} '
         '--rdzv-conf "is_host=$([ "$LWS_WORKER_INDEX" = 0 ] && echo true || echo false)" --local-addr "$POD_IP" '
         f"-m launch.worker --cluster {FOLDER}/cluster.toml --instance {instance.name} "

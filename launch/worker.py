@@ -4,9 +4,10 @@
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
         -m launch.worker --cluster cluster.toml --instance decode0
 
-Each torchrun worker is a thin *guardian*: it starts the rank as its child, watches it, and ends as it ends, so that torchrun sees
-which rank went first. Without a cluster file the guardian of rank 0 runs the frontend too. The rendezvous store is torchrun's own, in its
-agent, so no rank's death takes it along. Guardians never load torch.
+Each torchrun worker is a thin *guardian*: it starts the rank as its child, watches it, and ends as it ends, so that torchrun sees which
+rank went first. Without a cluster file the guardian of rank 0 runs the frontend too. The rendezvous store is torchrun's own, in its agent,
+so no rank's death takes it along. Guardians never load torch. With `--on-rank-death replan` torchrun starts one worker, and it holds all
+ranks.
 """
 
 import argparse
@@ -18,15 +19,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
 from deepserve.cli import serve
 from deepserve.config import EngineArgs
-from deepserve.spawn import RankDeath, start_rank
-from launch.cluster import load
+from deepserve.spawn import LocalInstance, RankDeath, is_suspended, start_rank
+from launch.cluster import Membership, load
+from launch.host_guardian import HostGuardian
 
 GRACE_S = 5.0  # for a rank to end when its lifeline is cut
 TOLD_S = 2.0  # for a rank to end because the frontend told all of them to
@@ -34,33 +35,12 @@ WATCH_S = 1.0  # between looks at torchrun
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True)
-class Membership:
-    """What makes an instance part of a cluster."""
-
-    instance: str
-    role: str
-    frontend: str  # ZMQ address
-    secret: str
-    lease_s: float
-
-
 class Guardian:
     """The rank of this torchrun worker, with the interface of `LocalInstance`."""
 
     def __init__(self, args: EngineArgs, environment: Mapping[str, str], membership: Membership | None = None):
         """Raises ValueError when torchrun's numbers and the flags disagree."""
-        missing = [name for name in NEEDED if name not in environment]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} not set: start this with torchrun --nproc-per-node N -m launch.worker ...")
-        num_ranks = args.data_parallel_size * args.tensor_parallel_size
-        if int(environment["WORLD_SIZE"]) != num_ranks:
-            raise ValueError(
-                f"torchrun started {environment['WORLD_SIZE']} workers, but --data-parallel-size {args.data_parallel_size} x "
-                f"--tensor-parallel-size {args.tensor_parallel_size} needs {num_ranks}"
-            )
-        if args.on_rank_death != "fail":
-            raise ValueError(f"--on-rank-death {args.on_rank_death}: torchrun ends all its workers when one ends; deepserve serve can")
+        check_workers(args, environment)
         self.args, self.membership = args, membership
         self.rank = int(environment["RANK"])
         attempt = f"{environment.get('TORCHELASTIC_RUN_ID', 'run')}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -168,12 +148,22 @@ class Guardian:
                 os.write(self._process.stdin.fileno(), b"drain\n")
 
 
-def is_suspended(pid: int) -> bool:
-    """By SIGSTOP or the like; not by a debugger. On Linux; elsewhere it is never known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
+def check_workers(args: EngineArgs, environment: Mapping[str, str]) -> None:
+    """Raises ValueError when torchrun's numbers and the flags disagree."""
+    missing = [name for name in NEEDED if name not in environment]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not set: start this with torchrun --nproc-per-node N -m launch.worker ...")
+    num_ranks, num_workers = args.data_parallel_size * args.tensor_parallel_size, environment["WORLD_SIZE"]
+    if args.on_rank_death == "replan" and num_workers != "1":
+        raise ValueError(
+            f"torchrun started {num_workers} workers, but with --on-rank-death replan one of them holds all ranks, since torchrun ends all "
+            "its workers with the first: --nproc-per-node 1"
+        )
+    if args.on_rank_death == "fail" and int(num_workers) != num_ranks:
+        raise ValueError(
+            f"torchrun started {num_workers} workers, but --data-parallel-size {args.data_parallel_size} x "
+            f"--tensor-parallel-size {args.tensor_parallel_size} needs {num_ranks}"
+        )
 
 
 def own_address(peer: str) -> str:
@@ -202,8 +192,11 @@ def _is_address(text: str) -> bool:
 def launcher(environment: Mapping[str, str]):
     """What `deepserve serve` makes its instance with."""
 
-    def make(args: EngineArgs) -> Guardian:
+    def make(args: EngineArgs) -> Guardian | LocalInstance:
         try:
+            if args.on_rank_death == "replan":
+                check_workers(args, environment)
+                return LocalInstance(args)
             return Guardian(args, environment)
         except ValueError as error:
             print(f"deepserve: {error}", file=sys.stderr)
@@ -225,7 +218,9 @@ def guard_member(argv: list[str], environment: Mapping[str, str]) -> int:
         instance = cluster.instance(flags.instance)
         frontend = cluster.control_address if flags.frontend is None else f"tcp://{flags.frontend}"
         member = Membership(instance.name, instance.role, frontend, cluster.secret(), cluster.lease_s)
-        guardian = Guardian(instance.args, environment, member)
+        check_workers(instance.args, environment)
+        replans = instance.args.on_rank_death == "replan"
+        guardian = HostGuardian(instance.args, member) if replans else Guardian(instance.args, environment, member)
     except ValueError as error:
         print(f"deepserve: {error}", file=sys.stderr)
         return 1

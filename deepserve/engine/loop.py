@@ -64,12 +64,19 @@ class EngineLoop:
     """
 
     def __init__(self, engine: Engine, options: RankOptions, context: zmq.Context, lifeline: Lifeline, elastic: Elastic | None = None):
-        """elastic: what outlives the loss of ranks; None: it ends the instance."""
+        """Collective over the instance; a later life of a rank joins it. elastic: what outlives the loss of ranks; None: it ends all."""
         self.engine, self.options = engine, options
         self._context, self._lifeline, self._elastic = context, lifeline, elastic
         self._dp_rank = options.rank // engine.config.parallel.tp
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._home: dict[str, zmq.Socket] = {}  # request -> who sent it
+        self._hand_offs: HandOffs | None = None
+        if options.role != "unified":
+            place = Place(options.instance, self._dp_rank)
+            self._hand_offs = HandOffs(options.role, place, engine, self._relay, self._home.__setitem__)
+        if options.life and elastic is not None:  # now that nothing here takes long: the others wait from then on
+            elastic.join()
         self._lockstep = self._open_lockstep()
         secret, dead_link_s = options.secret, options.dead_link_s
         leads = engine.groups.is_leader
@@ -79,14 +86,9 @@ class EngineLoop:
         for line in self._lines:
             self._poller.register(line.socket, zmq.POLLIN)
             self._poller.register(line.monitor, zmq.POLLIN)
-        self._home: dict[str, zmq.Socket] = {}  # request -> who sent it
         self._draining = self._leaving = self._stopping = False
         limit_s = None if elastic is None else elastic.limit_s
         self._heart = Heart(context, options, self._dp_rank, limit_s=limit_s) if leads else None
-        self._hand_offs: HandOffs | None = None
-        if options.role != "unified":
-            place = Place(options.instance, self._dp_rank)
-            self._hand_offs = HandOffs(options.role, place, engine, self._relay, self._home.__setitem__)
 
     def _open_lockstep(self) -> Lockstep:
         engine, options = self.engine, self.options
@@ -196,7 +198,6 @@ class EngineLoop:
             num_pages=engine.pages.num_pages,
             pid=os.getpid(),
             outlived=self._elastic is not None,
-            writers=[] if self._hand_offs is None else self._hand_offs.writers,
             writers=[] if self._hand_offs is None else self._hand_offs.writers,
         )
         self._send(socket, message)
@@ -322,8 +323,6 @@ def _start(options: RankOptions, context: zmq.Context, lifeline: Lifeline) -> En
     if config.args.on_rank_death == "replan" and rendezvous is not None:
         membership = Membership(rendezvous.store, config.parallel, options.rank, options.life, lambda: lifeline.lost)
         elastic = Elastic(engine, membership, rendezvous)
-        if options.life:
-            elastic.join()
     loop = EngineLoop(engine, options, context, lifeline, elastic)
     groups.set_timeout(options.args.step_timeout_s)
     return loop

@@ -90,13 +90,10 @@ def _add_operations(app: FastAPI, state: ServerState):
     @app.post("/scale", openapi_extra=_body_schema(ScaleRequest))
     async def scale(request: Request) -> Response:
         asked = await _decode(request, scale_decoder, state)
-        if state.scale is None:
-            raise ApiError(400, "this frontend did not start the instances that it serves, so it cannot scale them")
         try:
-            state.scale(asked.dp)
+            await state.scale(asked.instance, asked.dp)
         except ValueError as error:
-            raise bad_request(error, "dp") from error
-        state.num_engines = asked.dp
+            raise bad_request(error) from error
         return Response(msgspec.json.encode({"dp": asked.dp}), status_code=202, media_type="application/json")
 
     @app.get("/version")

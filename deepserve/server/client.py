@@ -20,8 +20,9 @@ import zmq
 from deepserve import messages
 from deepserve.control import Doorman, notice_dead_links, secure_server
 from deepserve.engine.request import Limits, SamplingParams
-from deepserve.messages import ExpertBalance, Goodbye, Heartbeat, Leaving, Outputs, Place, Register, Relay
+from deepserve.messages import Died, ExpertBalance, Goodbye, Guardian, Heartbeat, Leaving, Outputs, Place, Register, Relay
 from deepserve.server.dispatch import DECODING, Dispatcher, HandOffOptions
+from deepserve.server.guardians import Guardians
 from deepserve.server.registry import Engine, other_version, refusal_of
 from deepserve.server.stats import EngineStats
 from deepserve.server.stream import EngineRequest, OutputStream
@@ -55,6 +56,7 @@ class EngineClient:
         """secret: shared with the ranks, for addresses that other machines reach. Raises OSError when `bind` is taken."""
         self.engines: dict[bytes, Engine] = {}
         self.stats: dict[str, EngineStats] = {}  # by engine label; outlive the engine
+        self.guardians = Guardians(self._send)
         self._silence_limit_s = silence_limit_s
         limits_s = [silence_limit_s] if quiet_limit_s is None else [silence_limit_s, quiet_limit_s]
         self._check_s = min(CHECK_S, min(limits_s) / CHECKS_PER_LIMIT)
@@ -241,6 +243,12 @@ class EngineClient:
         if type(message) is Register:
             self._on_register(identity, message)
             return
+        if type(message) is Guardian:
+            self.guardians.on_word(identity, message)
+            return
+        if type(message) is Died:
+            self.forget(message.pids, message.reason)
+            return
         if type(message) is Heartbeat:
             identity = self._identity_of(message)
         engine = self.engines.get(identity) or self._readmit(identity)
@@ -336,10 +344,10 @@ class EngineClient:
                 self._dispatcher.move(engine, f"{engine.name} is quiet")
 
     def _lose(self, engine: Engine):
-        """For silence; it may only be suspended. Where instances may be cut off, its peers cannot go on without it either."""
+        """For silence; it may only be suspended. Its peers cannot go on without it either, unless they outlive it."""
         reason = f"{engine.name} has been silent for {self._silence_limit_s:g} s"
         stuck = [engine]
-        if self._quiet_limit_s is not None:
+        if self._quiet_limit_s is not None and engine.lost_with_it:
             stuck = [peer for peer in self.engines.values() if peer.instance == engine.instance]
         for peer in stuck:
             # It is told as well: the message waits in the socket should it only be suspended.

@@ -6,9 +6,9 @@ import msgspec
 from starlette.responses import Response
 
 from deepserve.engine.request import PromptTooLong
-from deepserve.server.protocol import ChatRequest, CompletionRequest
+from deepserve.server.protocol import ChatRequest, CompletionRequest, ScaleRequest
 
-FIELDS = frozenset(ChatRequest.__struct_fields__ + CompletionRequest.__struct_fields__)
+FIELDS = frozenset(ChatRequest.__struct_fields__ + CompletionRequest.__struct_fields__ + ScaleRequest.__struct_fields__)
 _AT = re.compile(r"at (?:`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")

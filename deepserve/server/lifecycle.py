@@ -83,7 +83,7 @@ class Frontend:
         )
         try:
             self.state = ServerState(self.options, self.client)
-            self.state.scale = None if self._spawn is None else self._spawn.scale
+            self.state.scale_local = None if self._spawn is None else self._spawn.scale
             server = _Server(_uvicorn_config(self.state))
             with self._signals(handle_signals):
                 return await self._serve(server)

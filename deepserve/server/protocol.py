@@ -200,6 +200,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dp: int  # DP replicas that the instance is to have
+    instance: str = ""  # which one, where a cluster file names several
 
 
 def refuse_unsupported(request: GenerateRequest):

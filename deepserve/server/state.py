@@ -76,7 +76,7 @@ class ServerState:
         self.defaults = sampling_defaults(options)
         self.created = int(time.time())
         self.num_engines = options.num_engines
-        self.scale: Callable[[int], None] | None = None  # to so many DP replicas; None: somebody else started the instances
+        self.scale_local: Callable[[int], None] | None = None  # the instance of this process; None: others started those that are served
         self.draining = False
         self.num_in_flight = 0
         self._idle = asyncio.Event()
@@ -88,7 +88,17 @@ class ServerState:
 
     @property
     def ready(self) -> bool:
-        return self.healthy and len(self.client.engines) >= self.num_engines
+        return self.healthy and len(self.client.engines) >= self.num_engines + self.client.guardians.num_more
+
+    async def scale(self, instance: str, dp: int):
+        """Have an instance get so many DP replicas. Raises ValueError where that cannot be."""
+        if self.scale_local is None:
+            await self.client.guardians.scale(instance, dp)
+            return
+        if instance:
+            raise ValueError(f"this server has one instance, which goes without a name, got {instance!r}")
+        self.scale_local(dp)
+        self.num_engines = dp
 
     def enter(self):
         self.num_in_flight += 1

@@ -137,7 +137,10 @@ REFUSED = {
     "engine option": ("[engine]\nmax_num_sequences = 4\n[[unified]]", "engine has no option 'max_num_sequences'"),
     "engine option's type": ('[[unified]]\nengine = { max_num_seqs = "many" }', "engine: Expected `int`, got `str`"),
     "engine option that follows": ("[engine]\ntensor_parallel_size = 4\n[[unified]]", "follows from model, dp, tp and nodes"),
-    "ranks that go on": ('[engine]\non_rank_death = "replan"\n[[unified]]', "engine: on_rank_death must be fail, .* got 'replan'"),
+    "TP ranks that go on": (
+        '[engine]\non_rank_death = "replan"\n[[prefill]]\ntp = 2\n[[decode]]\n',
+        "prefill0: engine: on_rank_death 'replan' needs tp 1 where pages are handed off, this prefill instance has tp 2",
+    ),
     "frontend's host": ('[frontend]\nhost = "b"\n[[unified]]', "host 'b' is not in hosts"),
     "ports": ("[frontend]\nport = 29400\n[[unified]]", "unified0: rdzv_port 29400 is taken on 127.0.0.1 by frontend: port"),
     "port range": ("[[unified]]\nrdzv_port = 70000", "unified0: rdzv_port must be from 1 to 65535, got 70000"),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from deepserve.config import EngineArgs
-from launch.worker import NEEDED, Guardian, Membership, own_address
+from launch.worker import NEEDED, Guardian, Membership, check_workers, own_address
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 WAIT_S = 60.0
@@ -39,6 +39,12 @@ def test_flags_and_number_of_workers_must_agree(dp: int, tp: int):
     assert ended.returncode == 1
     assert f"torchrun started 4 workers, but --data-parallel-size {dp} x --tensor-parallel-size {tp} needs {dp * tp}" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_one_worker_holds_ranks_that_outlive_each_other():
+    ended = worker("--dp", "4", "--on-rank-death", "replan", environment=TORCHRUN)
+    assert ended.returncode == 1 and "torchrun started 4 workers, but with --on-rank-death replan one of them holds all" in ended.stderr
+    check_workers(EngineArgs(data_parallel_size=4, on_rank_death="replan"), {**TORCHRUN, "WORLD_SIZE": "1"})
 
 
 def test_flags_of_serve_are_checked_first():
