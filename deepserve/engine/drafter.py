@@ -31,23 +31,43 @@ class Drafter:
         meta: AttnMetadata | None,
         step: ExpertStep,
     ) -> torch.Tensor:
-        """Move rows on by their draws `tokens` `[R]` and put `num_drafts` drafts behind each.
+        """Move rows on by their draws `tokens` `[R]` and put `num_drafts` drafts behind each: `settle`, then `draft`.
+
+        Returns how many drafts each decode entry accepted, `[num_decode]` int64.
+        """
+        accepted, latest = self.settle(drawing, tokens, num_drafts, hidden, next_ids, meta)
+        if num_drafts:
+            self.draft(drawing, num_drafts, hidden[latest], step)
+        return accepted
+
+    def settle(
+        self,
+        drawing: Drawing,
+        tokens: torch.Tensor,
+        num_drafts: int,
+        hidden: torch.Tensor,
+        next_ids: torch.Tensor,
+        meta: AttnMetadata | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move rows on by their draws `tokens` `[R]`, and write the MTP module's latents of the step where `num_drafts` are to be made.
 
         hidden `[num_tokens, hidden]`, next_ids `[num_tokens]` int64 and meta are those of the step, with `tokens` among the next ids;
         without drafts they matter for chunks of prompts only, whose latents shall be there when drafts pay again.
-        Returns how many drafts each decode entry accepted, `[num_decode]` int64.
+        Returns how many drafts each decode entry accepted, `[num_decode]` int64, and where among the step's tokens each entry that draws
+        has its last one that counts, `[num_draws]` int64.
         """
         accepted, latest = self._state.settle(drawing.rows, tokens, drawing.num_decode, drawing.query_len)
         fills = self._model.draft_head is not None and meta is not None and meta.prefill is not None
         if num_drafts or fills:
             assert meta is not None
             self._model.write_drafts(next_ids, hidden, meta, self._caches)
-        if not num_drafts:
-            return accepted
+        return accepted, torch.cat((latest, drawing.ends)) if len(drawing.ends) else latest
+
+    def draft(self, drawing: Drawing, num_drafts: int, hidden: torch.Tensor, step: ExpertStep) -> None:
+        """Put `num_drafts` drafts behind each row. hidden `[num_draws, hidden]`: the step's, where `settle` says."""
         if not len(drawing.rows):
             self._model.idle_drafts(step, num_drafts)  # other ranks draft
-            return accepted
-        hidden = hidden[torch.cat((latest, drawing.ends)) if len(drawing.ends) else latest]
+            return
 
         def advance(hidden: torch.Tensor, num_passes: int) -> torch.Tensor:
             inputs = self._state.draft_inputs(drawing.rows, drawing.page_table, drawing.num_pages, num_passes)
@@ -57,7 +77,6 @@ class Drafter:
 
         for place, drafts in enumerate(propose(hidden, num_drafts, advance, self._best), 1):
             self._state.ahead[drawing.rows, place] = drafts
-        return accepted
 
     def _best(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden `[R, hidden]` -> its likeliest tokens `[R]` int64, the same on all ranks of the TP group."""

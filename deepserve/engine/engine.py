@@ -198,6 +198,7 @@ class Engine:
         `has_tokens`: whether this rank's TP group has a plan. `num_drafts`: most that a rank makes; None: the plan's.
         """
         if self.balancer is not None:
+            self.runner.wait()
             self.balancer.turn()
         launched, launched_s = None, time.perf_counter()
         if has_tokens:
@@ -221,7 +222,10 @@ class Engine:
         begun_s, self._collected_s = max(self._launched_s, self._collected_s), time.perf_counter()
         if drafts is not None and plan.num_decode == len(plan.rows) and plan.num_drafts == plan.query_len - 1:
             drafts.observe_step(plan.num_decode, plan.num_drafts, self._collected_s - begun_s)
-        return self.scheduler.apply(result)
+        outputs = self.scheduler.apply(result)
+        if not self.has_work:
+            self.runner.wait()  # threads that draft are for others then
+        return outputs
 
     def _share(self, plan: StepPlan | None) -> StepPlan:
         """The leader's plan, on every rank of its TP group."""

@@ -1,9 +1,10 @@
-"""Captured decode steps: two graphs for each of a few batch sizes and numbers of drafts, replayed on fixed buffers.
+"""Captured decode steps: three graphs for each of a few batch sizes and numbers of drafts, replayed on fixed buffers.
 
 A step of n sequences runs in the smallest graphs that hold it; the rows left over compute a token that is written nowhere. The first
-graph begins with what the steps before it left in the row state and ends with draws; the second moves the row state on and drafts. What
-the host has to tell them (rows, sampling parameters, page tables) goes up in one copy, so a step costs one upload, two launches, one
-download. Between the two it may draw anew, for what the first graph cannot do: penalties, biases, log-probabilities.
+graph begins with what the steps before it left in the row state and ends with draws; the second moves the row state on; the third drafts,
+beside whatever the host does until the next step. What the host has to tell them (rows, sampling parameters, page tables) goes up in one
+copy, unless it is what went up last, so a step costs at most one upload, three launches, one download. Before the second graph it may draw
+anew, for what the first cannot do: penalties, biases, log-probabilities.
 """
 
 import logging
@@ -38,6 +39,10 @@ DRAW_FIELDS = {
 }
 FIELDS = {**ROW_FIELDS, **DRAW_FIELDS}
 _ALIGN_BYTES = 16  # kernels read whole vectors
+
+
+def _nothing() -> None:
+    """To wait for."""
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -75,6 +80,8 @@ class Replayed:
     tokens: torch.Tensor  # [R] int64, drawn by temperature and filters alone; the second graph takes what stands here then
 
     def first(self, num: int) -> "Replayed":
+        if num == len(self.tokens):
+            return self
         logits = None if self.logits is None else self.logits[:num]
         return Replayed(self.token_ids[:num], self.positions[:num], logits, self.tokens[:num])
 
@@ -109,18 +116,25 @@ class DecodeGraphs:
         self._hidden = torch.zeros((num_tokens, model.config.hidden_size), dtype=model.dtype, device=device)
         self._tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._accepted = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._latest = torch.zeros((largest, model.config.hidden_size), dtype=model.dtype, device=device)  # hidden, where drafts begin
         # Where the tokens stand, for the second graph: it begins with the row state as the first one found it.
         self._positions, self._slots = torch.zeros_like(self._tokens), torch.zeros_like(self._tokens)
         self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
+        self._wait = _nothing
+        self._told: tuple | None = None  # what `run_target` sent last
         started = time.perf_counter()
         self._targets: dict[tuple[int, int, bool], Callable[[], Replayed]] = {}  # by size, query length, whether overlapped
-        self._drafters: dict[tuple[int, int, int], Callable[[], None]] = {}  # by size, query length, drafts to make
+        self._settlers: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by size, query length, whether drafts follow
+        self._drafters: dict[tuple[int, int], Callable[[], None]] = {}  # by size, drafts to make
         for key in keys:
             self._clear(key)
             for step in self._steps:
                 self._targets[*key, step.overlapped] = backend.runtime.capture(self._target(*key, step))
-            for num_drafts in range(state.max_drafts + 1) if key[1] == 1 else [key[1] - 1]:
-                self._drafters[*key, num_drafts] = backend.runtime.capture(self._draft(*key, num_drafts))
+            for drafting in (False, True) if key[1] == 1 and state.max_drafts else [key[1] > 1]:
+                self._settlers[*key, drafting] = backend.runtime.capture(self._settle(*key, drafting))
+            for num_drafts in range(1, state.max_drafts + 1) if key[1] == 1 else [key[1] - 1]:
+                if (key[0], num_drafts) not in self._drafters:
+                    self._drafters[key[0], num_drafts] = backend.runtime.capture(self._draft(key[0], num_drafts))
         self._idle: dict[tuple[int, bool], Callable[[], None]] = {}  # by drafts, whether overlapped
         for num_drafts in range(state.max_drafts + 1) if model.parallel.dp > 1 else ():
             for step in self._steps:
@@ -154,17 +168,24 @@ class DecodeGraphs:
 
         return work
 
-    def _draft(self, size: int, query_len: int, num_drafts: int) -> Callable[[], None]:
-        fields, table = self._layouts[size, query_len].device(self._packed), self._page_table[:size]
-        tokens, hidden = self._tokens[: size * query_len], self._hidden[: size * query_len]
-        nothing = tokens[:0]
-        drawing = Drawing(fields["rows"], size, query_len, nothing, table, fields["num_pages"], self._max_seq_len)
+    def _drawing(self, size: int, query_len: int) -> Drawing:
+        fields, nothing = self._layouts[size, query_len].device(self._packed), self._tokens[:0]
+        return Drawing(fields["rows"], size, query_len, nothing, self._page_table[:size], fields["num_pages"], self._max_seq_len)
+
+    def _settle(self, size: int, query_len: int, drafting: bool) -> Callable[[], None]:
+        tokens, hidden, drawing = self._tokens[: size * query_len], self._hidden[: size * query_len], self._drawing(size, query_len)
 
         def work() -> None:
-            meta = self._meta(size, query_len) if num_drafts else None
-            self._accepted[:size] = self._drafter.run(drawing, tokens, num_drafts, hidden, tokens, meta, self._steps[0])
+            meta = self._meta(size, query_len) if drafting else None
+            self._accepted[:size], latest = self._drafter.settle(drawing, tokens, drafting, hidden, tokens, meta)
+            if drafting:
+                self._latest[:size] = hidden[latest]
 
         return work
+
+    def _draft(self, size: int, num_drafts: int) -> Callable[[], None]:
+        drawing, hidden = self._drawing(size, 1), self._latest[:size]  # rows and pages lie first in any layout of this size
+        return lambda: self._drafter.draft(drawing, num_drafts, hidden, self._steps[0])
 
     def _serve(self, num_drafts: int, step: ExpertStep) -> Callable[[], None]:
         def work() -> None:
@@ -188,12 +209,20 @@ class DecodeGraphs:
 
     def run_target(self, plan: StepPlan, rows: Rows, step: ExpertStep) -> Replayed:
         """Queue the pass and the draws of a step that `fits`."""
-        num_seqs, key = len(plan.rows), self._key(plan)
-        layout = self._layouts[key]
+        key = self._key(plan)
+        last = max(plan.starts) + 2 * plan.query_len
+        told = key, plan.rows, rows.num_changes, -(-last // self._state.page_size)
+        if told != self._told:
+            self._tell(key, plan, rows, width=told[-1])
+            self._told = told
+        return self._targets[*key, step.overlapped]().first(len(plan.rows) * plan.query_len)
+
+    def _tell(self, key: tuple[int, int], plan: StepPlan, rows: Rows, width: int) -> None:
+        """Send what the graphs of `key` have to know, with the first `width` pages of each row."""
+        num_seqs, layout = len(plan.rows), self._layouts[key]
         entry_rows = np.asarray(plan.rows, np.int64)
         draw_rows = entry_rows.repeat(plan.query_len)
-        last = max(plan.starts) + 2 * plan.query_len
-        page_table = usable_pages(rows, entry_rows, -(-last // self._state.page_size))
+        page_table = usable_pages(rows, entry_rows, width)
         packed = np.empty(layout.num_bytes + page_table.nbytes, np.uint8)
         fields = layout.host(packed)
         self._leave_over(fields, num_seqs, plan.query_len)
@@ -204,12 +233,19 @@ class DecodeGraphs:
         sent = self._backend.runtime.upload(packed)
         self._packed[: layout.num_bytes] = sent[: layout.num_bytes]
         self._page_table[:num_seqs, : page_table.shape[1]] = sent[layout.num_bytes :].view(torch.int32).view(page_table.shape)
-        return self._targets[*key, step.overlapped]().first(num_seqs * plan.query_len)
 
     def run_drafter(self, plan: StepPlan) -> torch.Tensor:
         """Queue what follows on `run_target`: how many drafts each entry accepted, `[num_seqs]` int64."""
-        self._drafters[*self._key(plan), plan.num_drafts]()
+        size, query_len = self._key(plan)
+        self._settlers[size, query_len, plan.num_drafts > 0]()
+        if plan.num_drafts:
+            self._wait = self._backend.runtime.begin(self._drafters[size, plan.num_drafts])
         return self._accepted[: len(plan.rows)].clone()
+
+    def wait(self) -> None:
+        """Until drafts are made, where that is not in the order of the device's queue. Before any other step, and before weights change."""
+        self._wait()
+        self._wait = _nothing
 
     def _leave_over(self, fields: dict[str, np.ndarray], num_seqs: int, query_len: int) -> None:
         """Rows from `num_seqs` on are nobody's: they must not write, nor read pages that are others' by now."""

@@ -16,6 +16,7 @@ class Rows:
     def __init__(self, num_rows: int, max_pages: int):
         self.page_table = np.full((num_rows, max_pages), -1, dtype=np.int32)
         self.num_pages = np.zeros(num_rows, np.int64)
+        self.num_changes = 0
         self.tokens: list[np.ndarray] = [np.empty(0, np.int32)] * num_rows  # prompt, and what was generated before the row was filled
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.sequence_idx = np.zeros(num_rows, np.int64)
@@ -34,6 +35,7 @@ class Rows:
 
     def update(self, plan: StepPlan) -> list[int]:
         """Apply a plan's changes. Returns the rows that were filled anew."""
+        self.num_changes += bool(plan.fills or plan.page_rows)
         for fill in plan.fills:
             self._fill(fill)
         if plan.page_rows:

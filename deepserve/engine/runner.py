@@ -66,6 +66,7 @@ class Runner:
         num_drafts: most that a rank of the instance makes in this step; None: the plan's. All ranks of a TP group call it with the same
         plan and get the same tokens; log-probabilities are rank 0's.
         """
+        self.wait()
         filled = self.rows.update(plan)
         self.sampler.forget(filled)
         self.state.fill(filled, self.rows)
@@ -95,6 +96,11 @@ class Runner:
         wanted = [*([logprobs] if logprobs else []), *(tile for tiles in prompt_logprobs.values() for tile in tiles)]
         fetch = self.backend.runtime.download([tokens, accepted, *(tensor for one in wanted for tensor in one.tensors)])
         return Launched(plan, logprobs, prompt_logprobs, fetch)
+
+    def wait(self) -> None:
+        """For drafts that are still being made beside the host's work."""
+        if self.graphs is not None:
+            self.graphs.wait()
 
     def collect(self, launched: "Launched") -> StepResult:
         """Wait for a launched step and fetch what it produced. Steps are collected in the order of their launch."""
@@ -129,6 +135,7 @@ class Runner:
     @torch.inference_mode()
     def idle(self, step: ExpertStep, num_drafts: int = 0) -> None:
         """Take part in a step without tokens of our own, and in `num_drafts` passes of the MTP module."""
+        self.wait()
         if self.graphs is not None and step.mode is ExpertMode.LOW_LATENCY:
             self.graphs.idle(num_drafts, step)
         else:

@@ -39,10 +39,12 @@ class Recorder:
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """See `hw.api.Runtime.capture`. Nothing runs before the first call."""
-        return _Captured(self, work)
+        return Captured(self, work)
 
 
-class _Captured(Generic[T]):
+class Captured(Generic[T]):
+    """Work that repeats itself when it is called."""
+
     def __init__(self, recorder: Recorder, work: Callable[[], T]):
         self._recorder, self._work = recorder, work
         self._repeatable = True
@@ -57,6 +59,13 @@ class _Captured(Generic[T]):
         for step in self._steps:
             step()
         return self._result
+
+    def begin(self) -> Callable[[], None]:
+        """Start it on another thread if it is nothing but calls of kernels, and one can be had; the result waits for it."""
+        if len(self._steps) == 1 and isinstance(self._steps[0], _Calls):
+            return self._steps[0].begin()
+        self()
+        return lambda: None
 
     def _record(self) -> T:
         recorder, log = self._recorder, _Log(self._recorder.kernels)
@@ -127,7 +136,7 @@ class _Log(TorchDispatchMode):
                 words, num_calls = words + entry, num_calls + 1
                 continue
             if num_calls:
-                found.append(_Calls(self.kernels, np.array(words, np.uint64), num_calls, self._kept))
+                found.append(_Calls(self.kernels, words, num_calls, self._kept))
                 words, num_calls = [], 0
             if entry is not None:
                 found.append(entry)
@@ -137,12 +146,26 @@ class _Log(TorchDispatchMode):
 class _Calls:
     """Calls of kernels in a row."""
 
-    def __init__(self, kernels: Kernels, words: np.ndarray, count: int, kept: list[object]):
-        self._words, self._kept = words, kept
-        self._repeat, self._args = kernels.repeat_calls, (words.ctypes.data, count)
+    def __init__(self, kernels: Kernels, words: list[int], count: int, kept: list[object]):
+        self._words, self._kept, self._begun = np.array([count, *words], np.uint64), kept, False
+        self._kernels, self._start = kernels, self._words.ctypes.data
+        self._args = self._start + self._words.itemsize, count
 
     def __call__(self) -> None:
-        self._repeat(*self._args)
+        self._kernels.repeat_calls(*self._args)
+
+    def begin(self) -> Callable[[], None]:
+        self._begun = torch.get_num_threads() > 1 and self._kernels.begin_calls(self._start)
+        if not self._begun:
+            self()
+        return self.finish
+
+    def finish(self) -> None:
+        if self._begun:
+            self._kernels.finish_calls()
+            self._begun = False
+
+    __del__ = finish  # what is still running reads what is about to go
 
 
 def _is_repeatable(op, args: tuple, result: object) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hw.api import MemoryInfo, T
-from hw.cpu.recording import Recorder
+from hw.cpu.recording import Captured, Recorder
 from hw.cpu.rules import FACTS
 from hw.rules import ModelShapes
 
@@ -92,6 +92,12 @@ class CpuRuntime:
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         return work if self._recorder is None else self._recorder.capture(work)
+
+    def begin(self, captured: Callable[[], object]) -> Callable[[], None]:
+        if isinstance(captured, Captured):
+            return captured.begin()
+        captured()
+        return self.synchronize
 
 
 def _cgroup_bytes() -> tuple[int | None, int]:

@@ -102,6 +102,10 @@ class CudaRuntime:
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         warm_up(shapes, self._kernel_cache, progress)
 
+    def begin(self, captured: Callable[[], object]) -> Callable[[], None]:
+        captured()
+        return lambda: None
+
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         # Kernels compile, and libraries take their workspaces, at first use; neither may happen while recording.
         side = torch.cuda.Stream()

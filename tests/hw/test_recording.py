@@ -120,6 +120,34 @@ def test_what_depends_on_values_is_done_again(kernels, work):
         assert torch.equal(one, work(value))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_what_is_begun_is_done_once_it_has_been_waited_for(kernels, num_threads):
+    """On another thread or not, two at once, and with torch's ops in it; what is dropped meanwhile ends first."""
+    ops, weight = NativeOps(kernels), torch.randn(512, 64)
+    x, out, other = torch.zeros(8, 64), torch.zeros(8, 512), torch.zeros(8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        recorder = Recorder(kernels)
+        product = recorder.capture(lambda: out.copy_(ops.linear(x, weight)))
+        mixed = recorder.capture(lambda: other.copy_(ops.linear(x, weight).sum(1).exp().log1p()))
+        with torch.inference_mode():
+            product(), mixed()
+            for _ in range(20):
+                x.copy_(torch.randn(8, 64).div_(100))
+                waits = [product.begin(), mixed.begin()]
+                expected = ops.linear(x, weight)  # has no helpers while the product has
+                for wait in waits:
+                    wait()
+                assert torch.equal(out, expected) and torch.equal(other, expected.sum(1).exp().log1p())
+            out.zero_()
+            product.begin()
+            del product, waits, wait
+            assert torch.equal(out, expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_memory_that_is_kept_is_bounded(kernels, monkeypatch):
     monkeypatch.setattr(recording, "KEPT_BYTES", 1000)
     recorder, x = Recorder(kernels), torch.ones(100)

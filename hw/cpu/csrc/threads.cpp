@@ -27,24 +27,40 @@ class Pool {
       return;
     }
     grow(std::min(wanted, count) - 1);
-    task_.store(task, std::memory_order_relaxed);
-    context_.store(context, std::memory_order_relaxed);
-    count_.store(count, std::memory_order_relaxed);
-    num_wanted_.store(std::min(wanted, count) - 1, std::memory_order_relaxed);
-    done_.store(0, std::memory_order_relaxed);
-    left_.store(++job_ * kNone + static_cast<uint64_t>(count));  // in one order with `num_asleep_`: who lies down sees it, or is seen
-    if (num_asleep_.load() > 0) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      waken_.notify_all();
-    }
+    offer(std::min(wanted, count) - 1, count, task, context);
+    finish();
+  }
+
+  bool begin(void (*task)(void*, int64_t), void* context) {
+    if (busy_.test_and_set(std::memory_order_acquire)) return false;
+    grow(1);
+    offer(1, 1, task, context);
+    return true;
+  }
+
+  void finish() {
     while (take()) {
     }
+    const int64_t count = count_.load(std::memory_order_relaxed);
     for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins)
       spins < kSpinsForHelpers ? _mm_pause() : static_cast<void>(sched_yield());
     busy_.clear(std::memory_order_release);
   }
 
  private:
+  void offer(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context) {
+    task_.store(task, std::memory_order_relaxed);
+    context_.store(context, std::memory_order_relaxed);
+    count_.store(count, std::memory_order_relaxed);
+    num_wanted_.store(wanted, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    left_.store(++job_ * kNone + static_cast<uint64_t>(count));  // in one order with `num_asleep_`: who lies down sees it, or is seen
+    if (num_asleep_.load() > 0) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      waken_.notify_all();
+    }
+  }
+
   static constexpr int64_t kNone = int64_t{1} << 32;
 
   // Do one task; false if there is none.
@@ -109,5 +125,7 @@ Pool*& the_pool() {
 }  // namespace
 
 void run(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context) { the_pool()->run(wanted, count, task, context); }
+bool begin(void (*task)(void*, int64_t), void* context) { return the_pool()->begin(task, context); }
+void finish() { the_pool()->finish(); }
 
 }  // namespace threads

@@ -13,7 +13,12 @@ namespace threads {
 // Runs task(context, i) for 0 <= i < count, on this thread and up to `wanted - 1` others, in any order. One caller at a time has helpers.
 void run(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context);
 
-// The same for a callable f(i).
+// Starts task(context, 0) on another thread; false if all are taken. Whoever started it calls `finish`, which does it if nobody has begun it
+// by then. Meanwhile whatever else wants threads does without.
+bool begin(void (*task)(void*, int64_t), void* context);
+void finish();
+
+// The same as `run` for a callable f(i).
 template <class F>
 void share(int64_t wanted, int64_t count, F&& f) {
   if (wanted <= 1 || count <= 1) {

@@ -18,13 +18,12 @@ def minimal_mtp_folder(folder: Path, **changes) -> str:
 def tell_drafts(engine: Engine, tokens: list[int]) -> None:
     """From now on every draft is right, for one sequence at a time that goes like `tokens`."""
     drafter, state = engine.runner.drafter, engine.runner.state
-    run, truth = drafter.run, torch.tensor([*tokens, *[0] * (2 + state.max_drafts)])
+    draft, truth = drafter.draft, torch.tensor([*tokens, *[0] * (2 + state.max_drafts)])
 
     def told(drawing, *rest):
-        accepted = run(drawing, *rest)
+        draft(drawing, *rest)
         for row in drawing.rows[drawing.rows < state.num_rows].tolist():
             num_known = int(state.lens[row])
             state.ahead[row, 1:] = truth[num_known:][: state.max_drafts] if num_known < len(tokens) else 0
-        return accepted
 
-    drafter.run = told
+    drafter.draft = told
