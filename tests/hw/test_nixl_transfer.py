@@ -27,25 +27,30 @@ def blank(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
     return [torch.zeros(shape) for shape in shapes]
 
 
-def serve(pipe: Any, shapes: list[tuple[int, ...]]) -> None:
-    """Another process with pages: runs the functions it is sent on its transfer and its caches."""
+def serve(pipe: Any) -> None:
+    """Another process with pages: runs the functions it is sent on its transfer and its caches, which `blank` makes anew."""
     os.environ["UCX_TLS"] = "tcp"  # of this process; shared memory would need no other side
     torch.set_num_threads(1)
-    caches = blank(shapes)
-    transfer = NixlTransfer("there", caches)
-    writes: list[Any] = []
+    transfer, caches, writes = None, [], []
     while True:
         function, arguments = pipe.recv()
-        pipe.send(function(transfer, caches, writes, *arguments))
+        if function is blank:
+            if transfer is not None:
+                transfer.close()
+            caches, writes = blank(*arguments), []
+            transfer = NixlTransfer("there", caches)
+            pipe.send(None)
+        else:
+            pipe.send(function(transfer, caches, writes, *arguments))
 
 
 class Other:
     """The other process."""
 
-    def __init__(self, shapes: list[tuple[int, ...]]):
+    def __init__(self):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, shapes), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -98,16 +103,26 @@ def states(transfer, caches, writes):
     return [(write.state, write.settled) for write in writes]
 
 
+@pytest.fixture(scope="module")
+def lasting():
+    """For tests that do not kill or stop it: starting takes longer than they do."""
+    other = Other()
+    yield other
+    other.end()
+
+
 @pytest.fixture
-def pair(monkeypatch, request):
+def pair(monkeypatch, request, lasting):
     """This process's transfer and caches with random content, and the other process, which has zeros."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     shapes = getattr(request, "param", SMALL)
-    other = Other(shapes)
+    other = lasting if shapes is SMALL else Other()
+    other(blank, shapes)
     caches = [torch.randn(shape) for shape in shapes] if shapes is SMALL else [torch.ones(shape) for shape in shapes]
     transfer = NixlTransfer("here", caches)
     yield transfer, caches, other
-    other.end()
+    if other is not lasting:
+        other.end()
     transfer.close()
 
 
