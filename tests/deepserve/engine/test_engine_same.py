@@ -97,7 +97,7 @@ def test_without_the_flag_bits_differ():
     """So the tests above can fail. With torch: the native kernels give a row the same bits in any batch. The tokens are the same: these
     prompts have no near ties.
     """
-    requests = [Request(case["prompt_ids"], {"max_tokens": 8, "temperature": 0.0, "logprobs": 0}) for case in golden_cases()[:12]]
+    requests = [Request(case["prompt_ids"], {"max_tokens": 8, "temperature": 0.0, "logprobs": 0}) for case in golden_cases()[:6]]
     engine = make_engine(enable_prefix_caching=False, cpu_kernels="torch")
     alone, together = run_alone(engine, requests), run_together(engine, requests)
     assert [story.tokens for story in alone] == [story.tokens for story in together]
