@@ -21,25 +21,6 @@ class Drafter:
     def __init__(self, model: Decoder, backend: Backend, caches: list[torch.Tensor], state: RowState):
         self._model, self._tp, self._kernels, self._caches, self._state = model, backend.tp, backend.rows, caches, state
 
-    def run(
-        self,
-        drawing: Drawing,
-        tokens: torch.Tensor,
-        num_drafts: int,
-        hidden: torch.Tensor,
-        next_ids: torch.Tensor,
-        meta: AttnMetadata | None,
-        step: ExpertStep,
-    ) -> torch.Tensor:
-        """Move rows on by their draws `tokens` `[R]` and put `num_drafts` drafts behind each: `settle`, then `draft`.
-
-        Returns how many drafts each decode entry accepted, `[num_decode]` int64.
-        """
-        accepted, latest = self.settle(drawing, tokens, num_drafts, hidden, next_ids, meta)
-        if num_drafts:
-            self.draft(drawing, num_drafts, hidden[latest], step)
-        return accepted
-
     def settle(
         self,
         drawing: Drawing,

@@ -242,6 +242,23 @@ class DecodeGraphs:
             self._wait = self._backend.runtime.begin(self._drafters[size, plan.num_drafts])
         return self._accepted[: len(plan.rows)].clone()
 
+    def can_draft(self, drawing: Drawing, step: ExpertStep) -> bool:
+        """Whether `draft` serves a step that was not replayed itself: other ranks must reach experts in the same way."""
+        alike = replace(step, overlapped=False) == self._steps[0]
+        return 0 < len(drawing.rows) <= self._sizes[1][-1] and (alike or self._model.parallel.ep == 1)
+
+    def draft(self, drawing: Drawing, num_drafts: int, hidden: torch.Tensor, step: ExpertStep) -> None:
+        """See `Drafter.draft`."""
+        num_seqs, width = drawing.page_table.shape
+        size = next(size for size in self._sizes[1] if size >= num_seqs)
+        fields = self._layouts[size, 1].device(self._packed)
+        self._told = None
+        fields["rows"][num_seqs:], fields["num_pages"][num_seqs:] = self._state.num_rows, 0
+        fields["rows"][:num_seqs], fields["num_pages"][:num_seqs] = drawing.rows, drawing.num_pages
+        self._page_table[:num_seqs, :width] = drawing.page_table
+        self._latest[:num_seqs] = hidden
+        self._wait = self._backend.runtime.begin(self._drafters[size, num_drafts])
+
     def wait(self) -> None:
         """Until drafts are made, where that is not in the order of the device's queue. Before any other step, and before weights change."""
         self._wait()

@@ -118,10 +118,12 @@ struct Pages {
   // Up to kBlock keys of a sequence from `low` on; behind the last of `count` it stands again.
   template <class T>
   void find(int64_t seq, int64_t low, int count, const T** keys) const {
-    for (int j = 0; j < kBlock; ++j) {
-      const int64_t at = low + std::min(j, count - 1), page = std::max(table[seq * width + at / page_size], 0);
-      keys[j] = static_cast<const T*>(cache) + (page * page_size + at % page_size) * dim;
+    int64_t page_idx = low / page_size, offset = low % page_size;
+    for (int j = 0; j < count; ++page_idx, offset = 0) {
+      const T* page = static_cast<const T*>(cache) + std::max(table[seq * width + page_idx], 0) * page_size * dim;
+      for (; offset < page_size && j < count; ++offset, ++j) keys[j] = page + offset * dim;
     }
+    std::fill(keys + count, keys + kBlock, keys[count - 1]);
   }
 };
 
