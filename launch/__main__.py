@@ -81,7 +81,13 @@ def _up(flags: argparse.Namespace) -> int:
         raise ValueError(f"{cluster.path} has nothing to run on {host}")
     _check_engines(cluster, host)
     limits = cluster.supervision
-    return Supervisor(share, log_dir=cluster.log_dir, max_restarts=limits.max_restarts, stop_timeout_s=limits.stop_timeout_s).run()
+    return Supervisor(
+        share,
+        log_dir=cluster.log_dir,
+        max_restarts=limits.max_restarts,
+        stop_timeout_s=limits.stop_timeout_s,
+        lease_s=cluster.lease_s,
+    ).run()
 
 
 def _check_engines(cluster: "Cluster", host: str) -> None:

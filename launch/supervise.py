@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from deepserve.spawn import EXIT_PEER_LOST
+from deepserve.spawn import EXIT_PEER_LOST, is_suspended
 from launch.commands import Command
 
 LOOK_S = 0.1
@@ -39,6 +39,7 @@ class Child:
         self.start_s: float | None = None  # when it is to be started again
         self.blame: tuple[str, int] | None = None  # the rank that ended first, and its exit code
         self.process: subprocess.Popen | None = None
+        self.running_s = 0.0  # when it was last seen not to be suspended
         self._began_s = 0.0
         self._rest = b""
         self._log = (log_dir / f"{command.name}.log").open("ab", buffering=0)
@@ -48,7 +49,7 @@ class Child:
         return self.command.name
 
     def start(self) -> None:
-        self.blame, self.start_s, self._began_s = None, None, time.monotonic()
+        self.blame, self.start_s, self._began_s, self.running_s = None, None, time.monotonic(), time.monotonic()
         self.process = subprocess.Popen(
             _executable(self.command.argv),
             stdin=subprocess.DEVNULL,
@@ -109,10 +110,12 @@ class Child:
 class Supervisor:
     """`run` it in the main thread."""
 
-    def __init__(self, commands: list[Command], *, log_dir: Path, max_restarts: int, stop_timeout_s: float):
+    def __init__(self, commands: list[Command], *, log_dir: Path, max_restarts: int, stop_timeout_s: float, lease_s: float):
+        """lease_s: how long a frontend may be suspended, whose clients hear nothing meanwhile."""
         log_dir.mkdir(parents=True, exist_ok=True)
         self._children = [Child(command, log_dir) for command in commands]
         self._max_restarts, self._stop_timeout_s = max_restarts, stop_timeout_s
+        self._lease_s = lease_s
         self._selector = selectors.DefaultSelector()
         self._num_signals = 0
         self._code = 0
@@ -150,10 +153,20 @@ class Supervisor:
                 self._on_end(child)
             elif child.start_s is not None and time.monotonic() >= child.start_s:
                 self._start(child)
+            elif child.name == "frontend" and child.process is not None:
+                self._end_suspended(child)
         if self._num_signals and not self._stopping:
             self._stop(None)
         if self._stopping:
             self._go_on_stopping()
+
+    def _end_suspended(self, child: Child) -> None:
+        """End it if it is suspended for the lease: its clients hear nothing, and a new one would serve."""
+        if not is_suspended(child.process.pid):
+            child.running_s = time.monotonic()
+        elif time.monotonic() - child.running_s > self._lease_s:
+            say(f"{child.name}, suspended for {self._lease_s:g} s, is ended")
+            child.process.kill()
 
     def _start(self, child: Child) -> None:
         child.start()

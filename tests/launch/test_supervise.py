@@ -24,7 +24,8 @@ import launch.supervise
 launch.supervise.FIRST_PAUSE_S = 0.05
 names = sys.argv[3::2]
 commands = [Command(name, ("python", "-u", "-c", code), {"WORD": name}) for name, code in zip(names, sys.argv[4::2])]
-sys.exit(Supervisor(commands, log_dir=Path(sys.argv[1]), max_restarts=int(sys.argv[2]), stop_timeout_s=1.0).run())
+options = {"max_restarts": int(sys.argv[2]), "stop_timeout_s": 1.0, "lease_s": 0.3}
+sys.exit(Supervisor(commands, log_dir=Path(sys.argv[1]), **options).run())
 """
 WORKS = "import time; print('works'); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('works'); time.sleep(60)"
@@ -100,6 +101,17 @@ def test_a_failure_ends_everything_with_its_code(up):
     run = up(("good", WORKS), ("bad", "import sys; input_is = sys.stdin.read(); sys.exit(7)"))
     assert run.end() == 7
     assert run.lines[-1] == "deepserve: bad failed: exit code 7; everything on this host was stopped"
+
+
+def test_a_frontend_that_stays_suspended_is_ended(up):
+    run = up(("frontend", WORKS), ("other", WORKS), max_restarts=1)
+    run.wait_for(r"\| works", 2)
+    for process in run.children():
+        process.suspend()
+    run.wait_for("frontend, suspended for 0.3 s, is ended")
+    run.wait_for(r"frontend \| works", 2)
+    assert not any("other failed" in line for line in run.lines)
+    assert [process.status() for process in run.children() if process.status() == psutil.STATUS_STOPPED] == [psutil.STATUS_STOPPED]
 
 
 def test_a_signal_is_told_by_its_name(up):
