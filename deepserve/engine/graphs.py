@@ -169,7 +169,7 @@ class DecodeGraphs:
         return work
 
     def _drawing(self, size: int, query_len: int) -> Drawing:
-        fields, nothing = self._layouts[size, query_len].device(self._packed), self._tokens[:0]
+        fields, nothing = Layout(size, query_len).device(self._packed), self._tokens[:0]
         return Drawing(fields["rows"], size, query_len, nothing, self._page_table[:size], fields["num_pages"], self._max_seq_len)
 
     def _settle(self, size: int, query_len: int, drafting: bool) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepserve.config import SpeculativeConfig
 from deepserve.engine.graphs import DRAW_FIELDS, FIELDS, Layout, graph_sizes
 from tests.deepserve.engine.driving import Driver, Request, make_engine, minimal_folder, run_together
 
@@ -143,3 +144,22 @@ def test_fields_are_packed_apart_and_aligned(size, query_len):
     for i, name in enumerate(FIELDS):
         num = size * query_len if name in DRAW_FIELDS else size
         assert device[name].tolist() == [i + 1] * num and device[name].storage_offset() * device[name].itemsize % 16 == 0
+
+
+def test_drafts_in_graphs_that_are_filled_up(monkeypatch):
+    """Seven sequences verify a draft each of 14 tokens, in graphs of a size that steps without drafts lack; others come in between."""
+    monkeypatch.setattr("hw.cpu.runtime.CpuRuntime.captures_any_size", False)
+    args = {"max_num_seqs": 9, "max_dispatch_tokens_per_rank": 14, "max_num_batched_tokens": 30, "batch_invariant": True}
+    requests = [Request([3 + i] * (4 + i), {**GREEDY, "max_tokens": 5 + 2 * i}) for i in range(9)]
+    expected = run_together(make_engine(**args), requests)
+    replayed: set[int] = set()
+    for num_drafts, wanted in ((1, {4, 7, 8}), (2, {4, 8})):
+        replayed.clear()
+        speculative = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=False)
+        engine = make_engine(**args, speculative_config=speculative)
+        graphs = engine.runner.graphs
+        assert {size for size, _ in graphs._drafters} == {1, 2, 4, 7, 8, 9}
+        for key, replay in graphs._drafters.items():
+            graphs._drafters[key] = lambda key=key, replay=replay: (replayed.add(key[0]), replay())[1]
+        assert run_together(engine, requests) == expected
+        assert replayed >= wanted
