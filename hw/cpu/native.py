@@ -33,7 +33,7 @@ _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-fPIC", "-fvisi
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 # Arguments of each kernel: pointer, int64, float.
 _SIGNATURES = {
-    "product": "ipipipiippiiiiiiii",
+    "product": "ipipipiippiiiiiiipiiiii",
     "widen": "ppi",
     "gate_topk": "ppiiiiiiiifpippppi",
     "silu_mul": "ipppiiii",

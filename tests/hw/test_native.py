@@ -13,6 +13,7 @@ from hw.cpu import native
 from hw.cpu.native import NoKernels, open_kernels
 from hw.cpu.native_ops import NativeOps
 from hw.cpu.ops import CpuOps
+from hw.quant import dequantize, quantize_weight_blocks
 from hw.select import open_backend
 from hw.testing import assert_close, tolerance
 
@@ -112,3 +113,19 @@ def test_products_on_an_older_cpu(dtype: torch.dtype):
         assert_close(ops.linear(x, w), CpuOps().linear(x, w), tolerance(dtype), f"linear {num_rows, inner, outer}")
         heads, per_head = torch.randn(num_rows, 3, inner).to(dtype), (torch.randn(3, inner, outer) * inner**-0.5).to(dtype)
         assert_close(ops.head_matmul(heads, per_head), CpuOps().head_matmul(heads, per_head), tolerance(dtype), "head_matmul")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("target", native.TARGETS)
+def test_weights_in_fp8_give_the_bits_of_dequantised_ones(target: str, dtype: torch.dtype):
+    try:
+        ops = NativeOps(open_kernels(target=target))
+    except NoKernels as error:
+        pytest.skip(str(error))
+    for num_rows, inner, outer in ((1, 512, 19), (3, 200, 130), (30, 1536, 40)):
+        w = torch.randn(2, outer, inner) * torch.logspace(-6, 3, inner)  # in a block of columns some have no exponent left
+        quant, x = quantize_weight_blocks(w, (16, 128)), torch.randn(num_rows, inner).to(dtype)
+        dense, layout = dequantize(quant, dtype), ExpertRows([num_rows - num_rows // 2, num_rows // 2])
+        assert (quant.data.float().abs() < 2**-6).any()
+        assert torch.equal(ops.linear(x, quant.expert(1)), ops.linear(x, dense[1]))
+        assert torch.equal(ops.grouped_linear(x, quant, layout), ops.grouped_linear(x, dense, layout))

@@ -4,6 +4,7 @@
 // there are, which thread it falls to, or where it stands in a tile. So a row's bits are the same in any batch.
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "calls.h"
 #include "simd.h"
@@ -24,6 +25,7 @@ constexpr int64_t kShortRows = 4;           // more are better served by tiles
 constexpr int64_t kShortBytes = 16 << 10;  // of weights that pass before the next two such rows come
 constexpr int kBlockRows = 24;  // rows that stay in the first-level cache while weights pass
 constexpr int64_t kAheadBytes = 32 << 10;  // of weights that are on their way
+constexpr int64_t kPanelBytes = 16 << 10;  // of a weight in FP8 that are dense at a time
 constexpr int64_t kNearBytes = 2 << 10;    // the same for up to kFewRows rows, where nothing is done but reading
 constexpr int64_t kFewRows = 2;
 constexpr int64_t kAheadRows = 32;         // the same, where weights lie by inner rows
@@ -101,10 +103,11 @@ void dot_short(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int
   }
 }
 
-// Columns `begin .. end` of all rows of one group.
+// Columns `begin .. end` of all rows of one group. near: they are in a cache.
 template <class T>
 void dot_columns(
-    const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
+    const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end,
+    bool near = false) {
   const int64_t row_bytes = inner * static_cast<int64_t>(sizeof(T));
   if (kLanes == 16 && rows <= kShortRows && inner % Elem<T>::kSize == 0 && inner <= kShortPieces * Elem<T>::kSize) {
     const int64_t step = rows > 2 ? std::max<int64_t>(1, kShortBytes / (kTileColumns * row_bytes)) * kTileColumns : end - begin;
@@ -132,9 +135,9 @@ void dot_columns(
           auto multiply = dot_tile<T, kRows, kTileColumns, 0>;
           // Each tile asks for its part of the next four: more at once than a CPU can have on their way, and it stands still.
           const int64_t first = kTileColumns * tile / tiles, asked = kTileColumns * (tile + 1) / tiles - first;
-          if (few)
+          if (few && !near)
             multiply = dot_tile<T, kRows, 1, 1>;
-          else if (top == 0 && asked)
+          else if (top == 0 && asked && !near)
             multiply = asked == 4 ? dot_tile<T, kRows, kTileColumns, 4> : asked == 2 ? dot_tile<T, kRows, kTileColumns, 2>
                                                                                       : dot_tile<T, kRows, kTileColumns, 1>;
           const T* soon = four[0] + (ahead + first) * w_row;
@@ -252,9 +255,9 @@ struct Groups {
 };
 
 // Each group's rows times its weight. Threads take runs of columns, so that every weight is read by one of them only.
-template <class T, class Columns>
+template <class T, class W, class Columns>
 void each_group(
-    const T* x, int64_t x_row, const T* w, T* out, int64_t out_row, const Groups& groups, int64_t outer, int align, int64_t num_threads,
+    const T* x, int64_t x_row, const W* w, T* out, int64_t out_row, const Groups& groups, int64_t outer, int align, int64_t num_threads,
     Columns&& columns) {
   int64_t busy = 0;
   for (int64_t g = 0; g < groups.count; ++g) busy += groups.num_rows(g) > 0;
@@ -269,7 +272,7 @@ void each_group(
     if (!rows) return;
     const T* from = x + (groups.starts ? groups.starts[g] * x_row : g * groups.x_step);
     T* to = out + (groups.starts ? groups.starts[g] * out_row : g * groups.out_step);
-    columns(from, w + g * groups.w_step, to, rows, begin, end);
+    columns(g, from, w + g * groups.w_step, to, rows, begin, end);
   });
 }
 
@@ -279,7 +282,7 @@ void products(
     bool by_inner, int64_t num_threads) {
   each_group(
       x, x_row, w, out, out_row, groups, outer, by_inner ? 2 * kLanes : kTileColumns, num_threads,
-      [&](const T* from, const T* weight, T* to, int64_t rows, int64_t begin, int64_t end) {
+      [&](int64_t, const T* from, const T* weight, T* to, int64_t rows, int64_t begin, int64_t end) {
         if (by_inner)
           spread_columns(from, x_row, weight, w_row, to, out_row, rows, inner, begin, end);
         else
@@ -287,15 +290,74 @@ void products(
       });
 }
 
+// Of a weight in block-FP8: one scale for each block of rows and inner columns.
+struct Scales {
+  const float* first;
+  int64_t row, step;  // elements from one row of blocks to the next, from one group to the next
+  int64_t block_rows, block_inner;
+};
+
+// A row of a weight as T, as if it had been so all along.
+template <class T>
+void widen_row(const e4m3* w, const float* scales, int64_t block, int64_t inner, T* out) {
+  constexpr int kLine = 64;
+  for (int64_t k = 0; k < inner; ++scales) {
+    const int64_t end = std::min(inner, k + block);
+    const Vec scale = splat(*scales);
+    for (; k + kLine <= end; k += kLine) {
+      _mm_prefetch(reinterpret_cast<const char*>(w + k + kNearBytes), _MM_HINT_T1);
+#pragma GCC unroll 8
+      for (int i = 0; i < kLine; i += kLanes) store(out + k + i, mul(load(w + k + i), scale));
+    }
+    for (; k < end; k = std::min(end, k + kLanes)) {
+      const int n = static_cast<int>(std::min<int64_t>(kLanes, end - k));
+      store_part(out + k, mul(load_part(w + k, n), scale), n);
+    }
+  }
+}
+
+// A few columns at a time become T, and are multiplied while they are near.
+template <class T>
+void quant_products(
+    const T* x, int64_t x_row, const e4m3* w, int64_t w_row, T* out, int64_t out_row, const Groups& groups, int64_t outer, int64_t inner,
+    const Scales& scales, int64_t num_threads) {
+  const int64_t at_once = std::max<int64_t>(1, kPanelBytes / (kTileColumns * inner * static_cast<int64_t>(sizeof(T)))) * kTileColumns;
+  each_group(
+      x, x_row, w, out, out_row, groups, outer, kTileColumns, num_threads,
+      [&](int64_t g, const T* from, const e4m3* weight, T* to, int64_t rows, int64_t begin, int64_t end) {
+        thread_local std::vector<T> panel;
+        panel.resize(at_once * inner);
+        for (int64_t low = begin; low < end; low += at_once) {
+          const int64_t high = std::min(end, low + at_once);
+          for (int64_t j = low; j < high; ++j) {
+            const float* of_row = scales.first + g * scales.step + j / scales.block_rows * scales.row;
+            widen_row(weight + j * w_row, of_row, scales.block_inner, inner, panel.data() + (j - low) * inner);
+          }
+          dot_columns(from, x_row, panel.data(), inner, to + low, out_row, rows, inner, 0, high - low, true);
+        }
+      });
+}
+
 }  // namespace
 
-// For each of `count` groups g and each of its rows: out = x @ w[g].T, or x @ w[g] if by_inner. All of one dtype, rows may be strided.
+// For each of `count` groups g and each of its rows: out = x @ w[g].T, or x @ w[g] if by_inner. All of one dtype, rows may be strided; with
+// scales (else null) the weight is e4m3 and by outer rows.
 EXPORT void product(
     int64_t is_bf16, const void* x, int64_t x_row, const void* w, int64_t w_row, void* out, int64_t out_row, int64_t count,
     const int64_t* starts, const int32_t* counts, int64_t rows, int64_t x_step, int64_t w_step, int64_t out_step, int64_t outer,
-    int64_t inner, int64_t by_inner, int64_t num_threads) {
+    int64_t inner, int64_t by_inner, const float* scales, int64_t scales_row, int64_t scales_step, int64_t block_rows, int64_t block_inner,
+    int64_t num_threads) {
   const Groups groups{count, starts, counts, rows, x_step, w_step, out_step};
-  if (is_bf16)
+  const Scales quant{scales, scales_row, scales_step, block_rows, block_inner};
+  if (scales && is_bf16)
+    quant_products(
+        static_cast<const bf16*>(x), x_row, static_cast<const e4m3*>(w), w_row, static_cast<bf16*>(out), out_row, groups, outer, inner, quant,
+        num_threads);
+  else if (scales)
+    quant_products(
+        static_cast<const float*>(x), x_row, static_cast<const e4m3*>(w), w_row, static_cast<float*>(out), out_row, groups, outer, inner, quant,
+        num_threads);
+  else if (is_bf16)
     products(
         static_cast<const bf16*>(x), x_row, static_cast<const bf16*>(w), w_row, static_cast<bf16*>(out), out_row, groups, outer, inner,
         by_inner != 0, num_threads);

@@ -14,6 +14,9 @@
 struct bf16 {
   uint16_t bits;
 };
+struct e4m3 {
+  uint8_t bits;
+};
 
 #ifdef __AVX512BF16__
 
@@ -30,6 +33,12 @@ inline void store_part(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first(
 inline Vec widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Vec load_part(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
+// Its NaN aside, which no weight is: exponent and mantissa where fp32 has its last four and first three bits of them, and 2^120 too small.
+inline Vec load(const e4m3* p) {
+  __m512i wide = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 20);
+  wide = _mm512_and_si512(wide, _mm512_set1_epi32(static_cast<int>(0x87f00000u)));
+  return _mm512_mul_ps(_mm512_castsi512_ps(wide), _mm512_set1_ps(0x1p120f));
+}
 inline __m256i narrow(Vec x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
 inline void store(bf16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
 inline void store_part(bf16* p, Vec x, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(x)); }
@@ -116,6 +125,11 @@ inline Vec load_part(const bf16* p, int n) {
   std::memcpy(&x, p, 2 * n);
   return widen(x);
 }
+inline Vec load(const e4m3* p) {  // see above
+  __m256i wide = _mm256_slli_epi32(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 20);
+  wide = _mm256_and_si256(wide, _mm256_set1_epi32(static_cast<int>(0x87f00000u)));
+  return _mm256_mul_ps(_mm256_castsi256_ps(wide), _mm256_set1_ps(0x1p120f));
+}
 inline void store(bf16* p, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x)); }
 inline void store_part(bf16* p, Vec x, int n) {
   __m128i bits = narrow(x);
@@ -188,6 +202,12 @@ inline void in_order(Vec& low, Vec& high) {
 inline __m256i splat_pair(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }
 
 #endif
+
+inline Vec load_part(const e4m3* p, int n) {
+  e4m3 whole[kLanes] = {};
+  std::memcpy(whole, p, n);
+  return load(whole);
+}
 
 // Four sums to memory, the first n of them.
 inline void store_four(float* p, __m128 x, int n) {
