@@ -89,7 +89,8 @@ class Engine:
         limits = scheduler_config(config, max_in_flight=2 if self.asynchronous else 1, max_verified_tokens=most_verified)
         self.scheduler = Scheduler(limits, self.pages, drafts)
         self._launched: Launched | None = None
-        self._launched_s = self._collected_s = 0.0  # when that was, by the performance counter
+        # When that was, and when the one before was collected (0: it was the last for a while), by the performance counter.
+        self._launched_s = self._collected_s = 0.0
         self.runner = Runner(
             model,
             self.backend,
@@ -218,12 +219,13 @@ class Engine:
         if not self.groups.is_leader:
             return []
         plan, drafts = launched.plan, self.scheduler.drafts
-        # A step that was launched while another one ran began when that one ended.
-        begun_s, self._collected_s = max(self._launched_s, self._collected_s), time.perf_counter()
+        # A step takes from the end of the one before, for what the host does in between does not come without it.
+        begun_s, self._collected_s = self._collected_s or self._launched_s, time.perf_counter()
         if drafts is not None and plan.num_decode == len(plan.rows) and plan.num_drafts == plan.query_len - 1:
             drafts.observe_step(plan.num_decode, plan.num_drafts, self._collected_s - begun_s)
         outputs = self.scheduler.apply(result)
         if not self.has_work:
+            self._collected_s = 0.0
             self.runner.wait()  # threads that draft are for others then
         return outputs
 
