@@ -59,6 +59,9 @@ V3 = {
 RECORDED_128 = {"mla_decode": 232, "linear 2112 x 7168": 18, "linear 24576 x 1536": 23, "linear 7168 x 16384": 51}
 
 
+# Parts of the names of kernels that bring rows to other ranks, or wait for them.
+BETWEEN_RANKS = ("deep_ep", "nccl", "_packets_kernel", "meet_kernel")
+
 # For rehearsals on a CPU.
 NARROW = {"vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
           "moe_intermediate_size": 256}  # fmt: skip
@@ -148,7 +151,7 @@ def look_inside(stepper: Stepper) -> dict:
     """
     found = trace(stepper.step, 8)
     inside = {"host_gap_ms": found.host_gap_ms, "busy_ms": found.busy_ms}
-    inside["between_ranks_ms"] = sum(ms for name, _, ms in found.kernels if "deep_ep" in name or "nccl" in name)
+    inside["between_ranks_ms"] = sum(ms for name, _, ms in found.kernels if any(part in name for part in BETWEEN_RANKS))
     if stepper.engine.groups.world.size > 1:
         return inside | {"table": found.table(28)}
     parts = breakdown(stepper.engine, stepper.step)

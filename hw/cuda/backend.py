@@ -3,6 +3,7 @@
 Library kernels where their shapes fit, elsewhere Triton kernels of ours and composites.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -10,11 +11,14 @@ import triton
 
 from hw.api import Backend, Collectives, ExpertComm, Unsupported
 from hw.cuda.deep_ep import DeepEpComm
+from hw.cuda.ep_comm import NcclExpertComm
 from hw.cuda.expert_comm import LocalExpertComm
 from hw.cuda.kernel_cache import KernelCache
 from hw.cuda.nccl import NcclGroup
 from hw.cuda.ops import CudaOps
-from hw.cuda.rules import FACTS
+from hw.cuda.peers import PeerExpertComm
+from hw.cuda.ranks_comm import RanksExpertComm
+from hw.cuda.rules import DEEP_EP, FACTS, NCCL, PEERS, PEERS_MOST_RANKS
 from hw.cuda.runtime import CudaRuntime
 from hw.groups import Groups
 from hw.moves import ExpertMoves
@@ -92,10 +96,16 @@ def _over_ranks(groups: Groups, max_dispatch_tokens_per_rank: int) -> tuple[Expe
     tp = everyone if same else NcclGroup(groups.tp.name, groups.tp.ranks, groups.rank, groups.rendezvous)
     # NVLink and one 400 Gb/s card a rank, by their data sheets and less a third; products as measured in bench/results.
     moves = ExpertMoves(everyone, node_bytes_per_s=300e9, network_bytes_per_s=35e9, expert_flops_per_s=1100e12)
-    return DeepEpComm(_deep_ep(), groups.ep, everyone, max_dispatch_tokens_per_rank), tp, moves
+    cap = max_dispatch_tokens_per_rank
+    openers: dict[str, Callable[[], ExpertComm]] = {
+        PEERS: lambda: PeerExpertComm(groups.ep, cap),
+        DEEP_EP: lambda: DeepEpComm(import_deep_ep(), groups.ep, cap, low_latency=groups.ep.size > PEERS_MOST_RANKS),
+        NCCL: lambda: NcclExpertComm(everyone, cap),
+    }
+    return RanksExpertComm(openers, groups.ep.size, cap), tp, moves
 
 
-def _deep_ep() -> ModuleType:
+def import_deep_ep() -> ModuleType:
     try:
         import deep_ep
     except ImportError as error:

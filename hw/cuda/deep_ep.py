@@ -6,8 +6,6 @@ throughput    its normal mode: a token goes once to each rank that holds some of
 low latency   its low-latency mode: bf16 rows are quantised while they are sent, where experts want that; every output comes home and the
               source sums in top-k order, rounded to bf16 before the shared rows are added. A result lies in one of two buffers that take
               turns, so it is gone after the next but one dispatch.
-
-What DeepEP does not take goes over NCCL (`hw.cuda.rules.DISPATCH`).
 """
 
 from dataclasses import dataclass
@@ -17,13 +15,9 @@ from typing import Any
 import torch
 
 from hw.api import Activation, Dispatched, ExpertMode, ExpertStep, Rows
-from hw.cuda.ep_comm import NcclExpertComm
 from hw.cuda.expert_comm import LocalExpertComm, expected_rows
-from hw.cuda.nccl import NcclGroup
-from hw.cuda.rules import DEEP_EP, DISPATCH, Dispatch
 from hw.groups import Group
 from hw.quant import QuantTensor
-from hw.rules import choose
 
 # The library's own masked layout is whole tiles of DeepGEMM only for such a number of rows for each expert.
 _ALIGN_ROWS = 128
@@ -47,34 +41,32 @@ class LowLatencyHandle:
 
 
 class DeepEpComm:
-    """ExpertComm of an instance with several ranks on one machine."""
+    """ExpertComm of several ranks on one machine, of the shapes that `hw.cuda.rules` leave to it."""
 
-    def __init__(self, library: ModuleType, control: Group, data: NcclGroup, max_tokens_per_rank: int):
-        """control: the ranks over gloo, on which the library exchanges where its buffers are."""
-        self._library, self._control = library, control
+    def __init__(self, library: ModuleType, control: Group, max_tokens_per_rank: int, *, low_latency: bool):
+        """control: the ranks over gloo, to exchange where the library's buffers are. low_latency: with room for that mode."""
+        self._library, self._control, self._low_latency = library, control, low_latency
         self._size = control.size
         self.max_tokens_per_rank = max_tokens_per_rank
         self._rows_per_rank = _round_up(max_tokens_per_rank, _ALIGN_ROWS // self._size if _ALIGN_ROWS % self._size == 0 else _ALIGN_ROWS)
-        self._nccl, self._local = NcclExpertComm(data, max_tokens_per_rank), LocalExpertComm(max_tokens_per_rank)
-        self._buffers: dict[tuple[int, int], Any] = {}  # by hidden size and local experts; None where DeepEP does not take the shape
+        self._local = LocalExpertComm(max_tokens_per_rank)
+        self._buffers: dict[tuple[int, int], Any] = {}  # by hidden size and local experts
 
     def reserve(self, hidden_size: int, num_local_experts: int, dtype: torch.dtype) -> None:
         """Make the buffer, once: its size is set by the mode and the cap, not by the tokens of a step."""
-        shape = Dispatch(dtype, hidden_size, self._rows_per_rank)
-        if (hidden_size, num_local_experts) in self._buffers:
-            return
-        taken = choose("dispatch", DISPATCH, shape).served_by == DEEP_EP
-        self._buffers[hidden_size, num_local_experts] = self._make(hidden_size, num_local_experts) if taken else None
+        if (hidden_size, num_local_experts) not in self._buffers:
+            self._buffers[hidden_size, num_local_experts] = self._make(hidden_size, num_local_experts)
 
     def _make(self, hidden_size: int, num_local_experts: int) -> Any:
         buffer = self._library.Buffer
         num_experts = num_local_experts * self._size
         configs = (buffer.get_dispatch_config(self._size), buffer.get_combine_config(self._size))
+        num_rdma_bytes = buffer.get_low_latency_rdma_size_hint(self._rows_per_rank, hidden_size, self._size, num_experts)
         return buffer(
             None,
             num_nvl_bytes=max(config.get_nvl_buffer_size_hint(2 * hidden_size, self._size) for config in configs),
-            num_rdma_bytes=buffer.get_low_latency_rdma_size_hint(self._rows_per_rank, hidden_size, self._size, num_experts),
-            low_latency_mode=True,
+            num_rdma_bytes=num_rdma_bytes if self._low_latency else 0,
+            low_latency_mode=self._low_latency,
             num_qps_per_rank=num_local_experts,
             comm=_Exchange(self._control),
         )
@@ -85,8 +77,6 @@ class DeepEpComm:
         dense = x.rows(quantized=False)
         self.reserve(dense.shape[1], num_local_experts, dense.dtype)
         buffer = self._buffers[dense.shape[1], num_local_experts]
-        if buffer is None:
-            return self._nccl.dispatch(x, topk_phy, topk_weight, step, num_local_experts)
         topk_phy = topk_phy.contiguous()
         if step.mode is ExpertMode.THROUGHPUT:
             return self._normal(buffer, x.smallest, topk_phy, topk_weight, step, num_local_experts)
@@ -121,11 +111,9 @@ class DeepEpComm:
             buffer, received = handle.received
             partial = self._local.combine(y, handle.weight, handle.local)
             total, _, _ = buffer.combine(partial, received)
-        elif isinstance(handle, LowLatencyHandle):
+        else:
             buffer, received = handle.received
             total, _, _ = buffer.low_latency_combine(y, handle.topk_phy, topk_weight.contiguous(), received)
-        else:
-            return self._nccl.combine(y, topk_weight, dispatched, shared)
         return total if shared is None else total + shared
 
 

@@ -8,11 +8,12 @@ from functools import partial
 
 import torch
 
+from hw.api import ExpertMode
 from hw.rules import Candidate, Decode, Facts, ModelShapes, Product, Provider, by_rows, choose, takes_all
 
 FLASH_MLA, DEEP_GEMM, TRITON, CUBLAS, CUTLASS = "FlashMLA", "DeepGEMM", "Triton", "cuBLAS", "CUTLASS"
 FEW_ROWS = "Triton for few rows"
-ELASTIC, DEEP_EP, NCCL = "DeepEP ElasticBuffer", "DeepEP", "NCCL"
+PEERS, ELASTIC, DEEP_EP, NCCL = "peer memory", "DeepEP ElasticBuffer", "DeepEP", "NCCL"
 
 # What FlashMLA's dense decode is compiled for.
 FLASH_LATENT, FLASH_ROPE, FLASH_PAGE = 512, 64, 64
@@ -26,9 +27,10 @@ WARPS_CUT_K_MOST_ROWS, FEW_ROWS_LINEAR, FEW_ROWS_EXPERT, FEW_ROWS_DENSE = 8, 16,
 # Most channels for which a kernel takes a row at once.
 MOST_AT_ONCE = 8192
 
-# What DeepEP's low-latency kernels are compiled for, and the tokens of a rank that its send queues hold.
-DEEP_EP_WIDTHS, DEEP_EP_MOST_TOKENS = (2048, 2560, 4096, 5120, 6144, 7168, 8192), 511
-
+# What DeepEP's low-latency kernels are compiled for, and the tokens of a rank, in whole tiles, that its send queues of 511 hold.
+DEEP_EP_WIDTHS, DEEP_EP_MOST_TOKENS = (2048, 2560, 4096, 5120, 6144, 7168, 8192), 384
+# Most ranks that write straight to each other's memory in low-latency steps: those of one host.
+PEERS_MOST_RANKS = 8
 
 # Most tokens for which one kernel beats a product of cuBLAS and a pass beside it: the query's rotation, or the output's quantisation.
 ABSORB_MOST_ROWS, UNABSORB_MOST_ROWS = 64, 256
@@ -46,9 +48,17 @@ class Absorb:
 class Dispatch:
     """Shape of what travels to experts on other ranks."""
 
+    mode: ExpertMode
     dtype: torch.dtype
     hidden_size: int
     tokens_per_rank: int  # cap of the low-latency mode
+    num_ranks: int
+
+
+def _peers(shape: Dispatch) -> str | None:
+    if shape.mode is not ExpertMode.LOW_LATENCY:
+        return "for low-latency steps"
+    return f"{shape.num_ranks} ranks, a host has up to {PEERS_MOST_RANKS}" if shape.num_ranks > PEERS_MOST_RANKS else None
 
 
 def _elastic(shape: Dispatch) -> str:
@@ -60,7 +70,7 @@ def _deep_ep(shape: Dispatch) -> str | None:
         return f"rows in {shape.dtype}, it takes {torch.bfloat16}"
     if shape.hidden_size not in DEEP_EP_WIDTHS:
         return f"hidden size {shape.hidden_size}, it takes {', '.join(map(str, DEEP_EP_WIDTHS))}"
-    if shape.tokens_per_rank > DEEP_EP_MOST_TOKENS:
+    if shape.mode is ExpertMode.LOW_LATENCY and shape.tokens_per_rank > DEEP_EP_MOST_TOKENS:
         return f"{shape.tokens_per_rank} tokens of a rank in low-latency steps, its queues hold {DEEP_EP_MOST_TOKENS}"
     return None
 
@@ -146,7 +156,7 @@ UNABSORB = (Candidate(TRITON, partial(_tokens_up_to, UNABSORB_MOST_ROWS)), Candi
 DECODE = (Candidate(FLASH_MLA, _flash_mla), Candidate(TRITON, takes_all))
 LINEAR = (Candidate(FEW_ROWS, _few_rows_linear), Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUBLAS, takes_all))
 GROUPED = (Candidate(DEEP_GEMM, _deep_gemm_fp8), Candidate(CUTLASS, _cutlass_grouped), Candidate(TRITON, takes_all))
-DISPATCH = (Candidate(ELASTIC, _elastic), Candidate(DEEP_EP, _deep_ep), Candidate(NCCL, takes_all))
+DISPATCH = (Candidate(PEERS, _peers), Candidate(ELASTIC, _elastic), Candidate(DEEP_EP, _deep_ep), Candidate(NCCL, takes_all))
 MASKED = (Candidate(FEW_ROWS, _few_rows_masked), Candidate(DEEP_GEMM, _deep_gemm_masked), Candidate(TRITON, takes_all))
 # Who takes block-FP8 weights as they are.
 TAKES_FP8 = frozenset({FEW_ROWS, DEEP_GEMM})
@@ -201,14 +211,15 @@ def _between_ranks(model: ModelShapes) -> list[Provider]:
         return [Provider("dispatch, combine", TRITON, shape="all")]
     found = [Provider("collectives", NCCL, shape="all")]
     hidden_size = next((weight.shape[2] for weight in model.products.values() if len(weight.shape) == 3), None)
-    if hidden_size is not None:
-        found.append(choose("dispatch, combine", DISPATCH, Dispatch(model.dtype, hidden_size, model.max_low_latency_rows)))
-    return [replace(provider, shape="all") for provider in found]
+    for mode in ExpertMode if hidden_size is not None else ():
+        shape = Dispatch(mode, model.dtype, hidden_size, model.max_low_latency_rows, model.num_ranks)
+        found.append(replace(choose("dispatch, combine", DISPATCH, shape), shape=f"{mode.value.replace('_', ' ')} steps"))
+    return found
 
 
 FACTS = Facts(
     keeps_fp8=True,
     compute_dtype=compute_dtype,
     providers=providers,
-    needs_all_ranks="DeepEP's low-latency kernels trap when a peer is dead, and going on without one has not been tried",
+    needs_all_ranks="kernels that bring rows to experts wait for all ranks, and going on without one has not been tried",
 )

@@ -73,6 +73,7 @@ def test_who_computes_on_a_gpu_is_known_without_one(tmp_path: Path):
     found = who(inspect_model(EngineArgs(model=str(tmp_path), device="cuda", data_parallel_size=8)))
     assert {library for (op, shape), library in found.items() if op == "mla_decode" and "128 heads" in shape} == {"FlashMLA"}
     assert found["linear", "head 129280 x 7168, 16 rows or more"] == "cuBLAS"
+    assert found["dispatch, combine", "low latency steps"] == "peer memory"
     assert found["dispatch, combine", "throughput steps"] == "DeepEP" and found["collectives", "all"] == "NCCL"
     assert "DeepGEMM" in {library for (op, _), library in found.items() if op == "grouped_linear_masked"}
 

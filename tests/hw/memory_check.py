@@ -18,7 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hw.api import Activation, ExpertMode, ExpertStep, Segments
+from hw.api import Activation, ExpertComm, ExpertMode, ExpertStep, Segments
+from hw.groups import Group
 from hw.quant import QuantTensor, quantize_weight_blocks
 from hw.select import open_backend
 from tests.hw.test_parity import FP32_ONLY, TABLE, to_device
@@ -33,20 +34,26 @@ def has_rows(args: tuple) -> bool:
 
 
 def experts(opened) -> Iterator[Callable[[], object]]:
-    """Dispatch and combine in both modes, dense and quantised; three tokens, and one of four experts gets none."""
-    device = opened.runtime.device
+    """Dispatch and combine in both modes, dense and quantised; three tokens, and one of four experts gets none. On a GPU also the way
+    through memory that ranks share, of one rank.
+    """
+    device, comms = opened.runtime.device, [(opened.expert_comm, mode) for mode in ExpertMode]
+    if device.type == "cuda":
+        from hw.cuda.peers import PeerExpertComm
+
+        comms.append((PeerExpertComm(Group("alone", [0], 0, None), 4), ExpertMode.LOW_LATENCY))
     rows, norm = torch.randn(3, 256, device=device).bfloat16(), torch.ones(256, device=device).bfloat16()
     topk, weight = torch.tensor([[0, 2], [2, 3], [3, 0]], device=device), torch.rand(3, 2, device=device)
 
-    def run(mode: ExpertMode, quant: bool) -> None:
+    def run(comm: ExpertComm, mode: ExpertMode, quant: bool) -> None:
         x, _ = opened.ops.add_rms_norm(rows, rows, norm, 1e-6, True, quant)
-        sent = opened.expert_comm.dispatch(x if quant else Activation(x.dense), topk, weight, ExpertStep(mode, 3), 4)
+        sent = comm.dispatch(x if quant else Activation(x.dense), topk, weight, ExpertStep(mode, 3), 4)
         y = torch.zeros(*sent.x.shape[:-1], 256, device=device, dtype=torch.bfloat16)
-        opened.expert_comm.combine(y, weight, sent, rows)
+        comm.combine(y, weight, sent, rows)
 
-    for mode in ExpertMode:
+    for comm, mode in comms:
         for quant in (False, True):
-            yield lambda mode=mode, quant=quant: run(mode, quant)
+            yield lambda comm=comm, mode=mode, quant=quant: run(comm, mode, quant)
 
 
 def products(opened) -> Iterator[Callable[[], object]]:
@@ -78,6 +85,13 @@ def products(opened) -> Iterator[Callable[[], object]]:
     q, positions = torch.randn(3, 128, 192, device=device).bfloat16(), torch.arange(3, device=device)
     table, up = torch.rand(9, 64, device=device), torch.randn(128, 256, 512, device=device).bfloat16()
     yield lambda: ops.absorb_query(q, positions, table, up[:, :128])
+    ours = ops if device.type == "cpu" else type(ops)(flash_mla=None, deep_gemm=None)
+    cache, pages = torch.randn(5, 64, 576, device=device).bfloat16(), torch.arange(5, dtype=torch.int32, device=device).repeat(9, 1)
+    lens, rows = torch.arange(0, 270, 30, dtype=torch.int32, device=device), torch.randn(9, 1, 16, 576, device=device).bfloat16()
+    yield lambda: ours.mla_decode(rows, cache, pages, lens, 240, 512, 0.07)
+    chosen, shares, few = torch.tensor([[2, 0]], device=device), torch.rand(1, 2, device=device), torch.randn(1, 1024, device=device).bfloat16()
+    up_8, down_8 = weight(3, 512, 1024), weight(3, 1024, 256)
+    yield lambda: ops.fused_down(ops.fused_gate_up(few, chosen, up_8), chosen, shares, down_8, few)
     for quant in (False, True):
         yield lambda quant=quant: ops.unabsorb(torch.randn(3, 128, 512, device=device).bfloat16(), up[:, 128:], quant)
 

@@ -1,4 +1,6 @@
-"""Two GPUs and more: collectives, and expert dispatch over NCCL and DeepEP, against their plain meaning; recorded and not.
+"""Two GPUs and more: collectives, and expert dispatch over NCCL, DeepEP and each other's memory, against their plain meaning.
+
+Recorded and not.
 
 Each test runs its function in a process for each rank. An expert's MLP is stood for by a factor, so that what comes home can be told.
 """
@@ -8,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hw.api import Activation, Backend, Dispatched, ExpertMode, ExpertStep
-from hw.groups import open_groups
+from hw.api import Activation, Backend, Dispatched, ExpertComm, ExpertMode, ExpertStep
+from hw.groups import Groups, open_groups
 from hw.quant import QuantTensor, dequantize, quantize_activation
 from hw.select import open_backend
 from hw.testing import num_devices
@@ -34,7 +36,10 @@ def narrow(tmp_path_factory: pytest.TempPathFactory):
         yield made
 
 
-_opened: dict[str, Backend] = {}  # of a rank's process, once for all tests
+# Of a rank's process, once for all tests.
+_opened: dict[str, Backend] = {}
+_groups: dict[str, Groups] = {}
+_comms: dict[str, ExpertComm] = {}
 
 
 def opened(rendezvous, rank: int, *, tp: bool = False) -> Backend:
@@ -42,8 +47,8 @@ def opened(rendezvous, rank: int, *, tp: bool = False) -> Backend:
     if kind not in _opened:
         parallel = ParallelConfig(tp=SIZE) if tp else ParallelConfig(dp=SIZE)
         rendezvous = type(rendezvous)(torch.distributed.PrefixStore(kind, rendezvous.store), rendezvous.timeout_s)
-        groups = open_groups(parallel, rank, rendezvous)
-        _opened[kind] = open_backend("cuda", groups, max_dispatch_tokens_per_rank=CAP)
+        _groups[kind] = open_groups(parallel, rank, rendezvous)
+        _opened[kind] = open_backend("cuda", _groups[kind], max_dispatch_tokens_per_rank=CAP)
     return _opened[kind]
 
 
@@ -148,19 +153,30 @@ def activation(x: torch.Tensor, form: str) -> Activation:
 
 def there_and_back(rendezvous, rank: int, case: Case, mode: ExpertMode, library: str):
     """What comes home, and how many rows each local expert got."""
-    backend = opened(rendezvous, rank)
-    comm, device = comm_of(backend, library), backend.runtime.device
+    comm, device = comm_of(rendezvous, rank, library), opened(rendezvous, rank).runtime.device
     x, topk, weight, shared = (each.to(device) for each in inputs(case, rank))
     step = ExpertStep(mode, CAP if mode is ExpertMode.LOW_LATENCY else max(case.num_tokens))
     sent = comm.dispatch(activation(x, case.form), topk, weight, step, case.num_local)
-    assert isinstance(sent.x, QuantTensor) == (case.form == "fp8" and library == "deepep")
+    assert isinstance(sent.x, QuantTensor) == (case.form == "fp8" and library != "nccl")
     home = comm.combine(run_experts(sent, rank, case.num_local), weight, sent, shared)
     return home.cpu(), sent.counts.cpu()
 
 
-def comm_of(backend: Backend, library: str):
-    """The backend's own, which takes DeepEP where it fits, or what it falls back on."""
-    return backend.expert_comm if library == "deepep" else backend.expert_comm._nccl
+def comm_of(rendezvous, rank: int, library: str) -> ExpertComm:
+    """Of ranks that reach experts in this way only."""
+    from hw.cuda.backend import import_deep_ep
+    from hw.cuda.deep_ep import DeepEpComm
+    from hw.cuda.peers import PeerExpertComm
+
+    if library not in _comms:
+        own, groups = opened(rendezvous, rank).expert_comm, _groups["dp"]
+        if library == "peers":
+            _comms[library] = PeerExpertComm(groups.ep, CAP)
+        elif library == "deepep":
+            _comms[library] = DeepEpComm(import_deep_ep(), groups.ep, CAP, low_latency=True)
+        else:
+            _comms[library] = own.by_name("NCCL")
+    return _comms[library]
 
 
 def check(case: Case, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -172,7 +188,7 @@ def check(case: Case, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, form: str, what: str) -> None:
-    # bf16: outputs and, over DeepEP, partial sums are rounded; fp8: a value between two may be quantised to either.
+    # bf16: outputs and, unless over NCCL, partial sums are rounded; fp8: a value between two may be quantised to either.
     limit, mean_limit = {"float32": (1e-5, 1e-6), "bfloat16": (2e-2, 1e-2), "fp8": (0.1, 1e-2)}[form]
     assert found.shape == wanted.shape
     if not wanted.numel():
@@ -200,6 +216,11 @@ def test_experts_over_deep_ep(ranks: Ranks, case: Case, mode: ExpertMode):
     check(case, ranks.run(there_and_back, case, mode, "deepep"))
 
 
+@pytest.mark.parametrize("case", NCCL_CASES + DEEP_EP_CASES, ids=str)
+def test_experts_over_each_others_memory(ranks: Ranks, case: Case):
+    check(case, ranks.run(there_and_back, case, ExpertMode.LOW_LATENCY, "peers"))
+
+
 @pytest.mark.parametrize("mode", list(ExpertMode))
 @pytest.mark.parametrize("form", ["bfloat16", "fp8"])
 def test_another_width_over_deep_ep(narrow: Ranks, form: str, mode: ExpertMode):
@@ -214,8 +235,8 @@ def test_large_steps_over_deep_ep(ranks: Ranks, case: Case):
 
 def replayed(rendezvous, rank: int, case: Case, library: str, seeds: list[int]):
     """A dispatch and combine recorded once, two results alive at a time, and replayed with other tokens."""
-    backend = opened(rendezvous, rank)
-    comm, device = comm_of(backend, library), backend.runtime.device
+    backend, comm = opened(rendezvous, rank), comm_of(rendezvous, rank, library)
+    device = backend.runtime.device
     first, second = ([each.to(device) for each in inputs(case, rank, seed)] for seed in (98, 99))
     step = ExpertStep(ExpertMode.LOW_LATENCY, CAP)
 
@@ -233,12 +254,12 @@ def replayed(rendezvous, rank: int, case: Case, library: str, seeds: list[int]):
     return found
 
 
+CAPTURED_WIDE = [Case((7, 64), 7168, "bfloat16"), Case((CAP, 3), 7168, "fp8"), Case((0, 5), 7168, "fp8")]
 CAPTURED = [
     ("nccl", Case((7, 64), 200, "float32", 5, 3)),
     ("nccl", Case((0, 5), 7168, "bfloat16")),
-    ("deepep", Case((7, 64), 7168, "bfloat16")),
-    ("deepep", Case((CAP, 3), 7168, "fp8")),
-    ("deepep", Case((0, 5), 7168, "fp8")),
+    *((library, case) for library in ("deepep", "peers") for case in CAPTURED_WIDE),
+    ("peers", Case((7, 64), 200, "float32", 5, 3)),
 ]
 
 
@@ -249,3 +270,39 @@ def test_captured_experts(ranks: Ranks, library: str, case: Case):
         for seed, homes in zip(seeds, found, strict=True):
             for number, home in zip((seed, seed + 1), homes, strict=True):
                 close(home, expected(case, rank, number), case.form, f"rank {rank}, tokens {number}")
+
+
+def hurried(rendezvous, rank: int, case: Case, times: int):
+    """Three layers recorded once, of which two are under way at a time, and replayed without ever waiting for the device, one rank or the
+    other late before each replay. Whatever is read before it is written, or overwritten before it is read, has the values of other turns.
+    """
+    backend, comm = opened(rendezvous, rank), comm_of(rendezvous, rank, "peers")
+    x, topk, weight, _ = (each.to(backend.runtime.device) for each in inputs(case, rank))
+    turn, step = torch.zeros(1, device=x.device), ExpertStep(ExpertMode.LOW_LATENCY, CAP)
+
+    def work():
+        homes, before = [], None
+        for layer in range(3):
+            sent = comm.dispatch(Activation(x + turn + 1000 * layer), topk, weight, step, case.num_local)
+            now = run_experts(sent, rank, case.num_local), sent
+            if before:
+                homes.append(comm.combine(before[0], weight, before[1]))
+            before = now
+        return torch.stack([*homes, comm.combine(before[0], weight, before[1])])
+
+    run, found = backend.runtime.capture(work), []
+    for number in range(times):
+        if (number * 7 // 3 + rank) % 2:
+            torch.cuda._sleep(100_000 * (number % 4))
+        turn.fill_(number)
+        found.append(run().clone())
+    return torch.stack(found).cpu()
+
+
+def test_ranks_that_hurry_on_over_each_others_memory(ranks: Ranks):
+    case, times = Case((CAP, 77), 1024, "float32", 5, 4), 60
+    for rank, found in enumerate(ranks.run(hurried, case, times)):
+        x, topk, weight, _ = inputs(case, rank)
+        share = (factor(topk) * weight).sum(1)[:, None]
+        rows = x + torch.arange(times)[:, None, None, None] + 1000 * torch.arange(3)[:, None, None]
+        torch.testing.assert_close(found, rows * share, rtol=1e-5, atol=1e-2)
