@@ -20,7 +20,6 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
-    arrival_s: float = 0.0  # time.time() at the frontend
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -123,14 +123,11 @@ class Lockstep:
                 peer.connect(f"tcp://{ipaddress.IPv4Address(host)}:{peer_port}")
                 self._peers.append(peer)
         self.num_votes = 0
-        self.vote_s = 0.0  # spent in votes, waiting for slower ranks included
 
     def vote(self, ballot: Ballot) -> Outcome:
         """Collective. Raises PeerLost."""
-        started = time.perf_counter()
         ballots = self.groups.world.all_gather_ints(ballot.ints())
         self.num_votes += 1
-        self.vote_s += time.perf_counter() - started
         tp = self.groups.parallel.tp
         leaders = ballots[::tp]  # followers have no plans of their own
         num_tokens = tuple(row[0] for row in leaders)

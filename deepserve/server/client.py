@@ -135,7 +135,7 @@ class EngineClient:
         """Like `submit`, and gives the id that the outputs will carry."""
         request_id = f"{self._id_prefix}-{self._num_submitted}"
         self._num_submitted += 1
-        message = messages.Submit(request_id, prompt_token_ids, params, cache_salt, time.time())
+        message = messages.Submit(request_id, prompt_token_ids, params, cache_salt)
         request = EngineRequest(message=message, stream=stream, start_s=time.perf_counter())
         if not self._dispatcher.place(request):
             raise NoEngine("no engine can take requests now")

@@ -86,12 +86,15 @@ class Frontend:
             self.state.scale_local = None if self._spawn is None else self._spawn.scale
             server = _Server(_uvicorn_config(self.state))
             with self._signals(handle_signals):
-                return await self._serve(server)
+                code, line = await self._serve(server)
         finally:
             self.client.close()
             self._socket.close()
+        _say(line)
+        return code
 
-    async def _serve(self, server: "_Server") -> int:
+    async def _serve(self, server: "_Server") -> tuple[int, str]:
+        """Exit code and last line."""
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         watching = asyncio.create_task(self._watch_engines())
         serving.add_done_callback(lambda _: self._finish(1, "the HTTP server stopped by itself"))
@@ -110,8 +113,7 @@ class Frontend:
                 await watching
             if self._spawn is not None:
                 await asyncio.to_thread(self._spawn.stop, self._grace_s)
-        _say(line)
-        return code
+        return code, line
 
     async def _watch_engines(self):
         """Starts the engine processes and ends everything when one of them ends."""

@@ -1,5 +1,6 @@
 """Real `deepserve serve` processes for tests."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -92,6 +93,11 @@ class Served:
         return code
 
     def kill(self) -> None:
+        """All of it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.process.kill()
         self.process.wait()
         self._reader.join(WAIT_S)

@@ -259,14 +259,6 @@ class Torchrun(Served):
         run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "launch.worker")
         super().__init__(*flags, launcher=run)
 
-    def kill(self) -> None:
-        """All of it: torchrun's workers outlive a killed torchrun by moments."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        super().kill()
-
 
 def answer(server: Served) -> str:
     return httpx.post(server.url + "/v1/completions", json=ANSWER, timeout=WAIT_S).json()["choices"][0]["text"]

@@ -205,7 +205,7 @@ def test_dead_engine_ends_streams_and_server():
 def test_killed_frontend_takes_its_engine_along():
     with Served() as server:
         engine = server.engine
-        server.kill()
+        server.process.kill()
         engine.wait(WAIT_S)
         assert not psutil.pid_exists(engine.pid)
 

@@ -68,13 +68,6 @@ class Process(Served):
         """Those that it has started."""
         return [p for p in psutil.Process(self.process.pid).children(recursive=True) if "deepserve.engine.loop" in _command(p)]
 
-    def kill(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        super().kill()
-
 
 def _command(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):

@@ -32,7 +32,8 @@ class Cluster(Served):
 
     def __init__(self, folder: Path, text: str, *, wait_ready: bool = True):
         port, control, *rendezvous = free_ports(2 + text.count("[["))
-        tail = f"\n[frontend]\nport = {port}\ncontrol_port = {control}\n"
+        tail = f'\n[frontend]\nport = {port}\ncontrol_port = {control}\nadmin_api_key_file = "admin"\n'
+        (folder / "admin").write_text("root\n")
         tail += f'[supervision]\nlog_dir = "{folder}/logs"\n' if "[supervision]" not in text else ""
         for each in rendezvous:
             text = text.replace("RDZV", str(each), 1)
@@ -52,13 +53,6 @@ class Cluster(Served):
                 if "deepserve.engine.loop" in process.cmdline() and instance in process.parent().cmdline():
                     found.append(process)
         return found
-
-    def kill(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        super().kill()
 
 
 def answer(server: Served) -> httpx.Response:

@@ -11,9 +11,7 @@ from deepserve.pd import messages
 from deepserve.pd.messages import Attempt, GiveUp, HandOff, Message, Prefill, Progress, Reservation, Reserve, Settled, decode, encode
 
 ATTEMPT = Attempt("request-7/0", 3)
-SUBMIT = Submit(
-    "request-7", [1, 2, 129_279], SamplingParams(temperature=0.5, seed=-(1 << 63), stop=["é"]), cache_salt="salt", arrival_s=0.1
-)
+SUBMIT = Submit("request-7", [1, 2, 129_279], SamplingParams(temperature=0.5, seed=-(1 << 63), stop=["é"]), cache_salt="salt")
 WRITERS = [Process("boot pid:[1]", 1 << 22, 1 << 40), Process("boot pid:[1]", 2, 3)]
 RESERVATION = Reservation(ATTEMPT, Place("decode0", 143), 2, 64, 128, [5, 0, 1 << 20], [b"\x00\xff" * 40, b""], 15.0)
 FIRST = SequenceOutput(

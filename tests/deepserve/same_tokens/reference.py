@@ -24,18 +24,6 @@ class Reference:
     gate_margin: float  # least lead of a chosen expert or group over one left out, over all positions and layers, in choice score
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The prompts of one model."""
-
-    kind: str
-    references: list[Reference]
-
-    @property
-    def smallest_margin(self) -> float:
-        return min(min(r.token_margin, r.gate_margin) for r in self.references)
-
-
 class GateWatch:
     """Collects the gate margins of every position while a transformers model runs: `with GateWatch(model) as watch: model(...)`."""
 
