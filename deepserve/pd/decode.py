@@ -118,7 +118,7 @@ class DecodeRole:
                         incoming.hand_off = message
             case GiveUp(attempt):
                 self._asked = deque(asked for asked in self._asked if asked[0].attempt != attempt)
-                if attempt in self._incoming:
+                if attempt in self._incoming and not self._incoming[attempt].complete():
                     self._cancel(self._incoming[attempt], message.error, now_s)
             case Settled(attempt, writers):
                 incoming = self._incoming.get(attempt)

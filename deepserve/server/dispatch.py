@@ -5,7 +5,8 @@ A request runs whole on one rank, or its prompt runs on a prefill rank and the r
     Reserve ----> decode       Reservation ----> Prefill to the prefill rank       HandOff passes by       Outputs from decode
 
 Ranks talk to each other through here (`deepserve.pd.messages`). The decode rank keeps the time: it waits for room as long as it lives, and
-gives up a hand-off whose lease has run out. So a hand-off ends with outputs, with a `GiveUp`, or with one of its two ranks.
+gives up a hand-off whose lease has run out, or whose prefill rank is gone. So a hand-off ends with outputs, with a `GiveUp`, or with its
+decode rank. Two instances between which one was given up have no more than one under way until one succeeds: the link may be cut.
 
 A request of which nothing has come back is run elsewhere, once; the others end with an error.
 """
@@ -61,6 +62,7 @@ class Dispatcher:
         self._send, self._serving, self._options = send, serving, options
         self._router = Router()
         self._epoch = 0
+        self._doubtful: set[tuple[str, str]] = set()  # prefill and decode instances whose latest hand-off was given up
 
     def place(self, request: EngineRequest, *, avoid: str = "") -> bool:
         """Send it where it suits best; False: nobody can take it. avoid: an instance that it must not go to."""
@@ -99,6 +101,7 @@ class Dispatcher:
             case pd.HandOff():
                 request.hand_off.handed = True
             case pd.GiveUp():
+                self._doubtful.add(_pair(request))
                 self._end(request, news.error, request.hand_off.prefill.instance)
 
     def begun(self, request: EngineRequest) -> bool:
@@ -106,6 +109,7 @@ class Dispatcher:
         if request.hand_off is not None:
             if not request.hand_off.handed:
                 return False
+            self._doubtful.discard(_pair(request))
             request.stats.num_hand_offs["taken"] += 1
             request.stats.hand_off_s.observe(time.perf_counter() - request.hand_off.start_s)
             self._close(request)
@@ -121,7 +125,9 @@ class Dispatcher:
             self._send(engine, Abort(request_ids))
 
     def lost(self, engine: Engine, reason: str) -> None:
-        """Run elsewhere what has not begun, end the rest with an error. What it has handed over is left to the decode rank."""
+        """Run elsewhere what has not begun, end the rest with an error. What it has handed over goes on if all of it has arrived."""
+        for request in [request for request in engine.prefills.values() if request.hand_off.handed]:
+            self._send(request.engine, _from_router(pd.GiveUp(request.hand_off.attempt, reason)))
         found = self._requests_at(engine)
         num_moved = sum(self._end(request, reason, engine.lost_with_it) for request in found if engine.has(request))
         num_failed = len(found) - num_moved
@@ -147,7 +153,13 @@ class Dispatcher:
             return None
         if self._router.num_fresh(engine, request.prompt) <= self._options.max_local_prefill_tokens:
             return None
-        return self._router.pick(self._candidates(PREFILL, avoid), request.prompt, level=False)
+        candidates = (prefill for prefill in self._candidates(PREFILL, avoid) if not self._is_tried(prefill, engine))
+        return self._router.pick(candidates, request.prompt, level=False)
+
+    def _is_tried(self, prefill: Engine, decode: Engine) -> bool:
+        """Whether a hand-off is under way that will show if the two reach each other."""
+        pair = prefill.instance, decode.instance
+        return pair in self._doubtful and any(_pair(request) == pair for request in prefill.prefills.values())
 
     def _open(self, request: EngineRequest, prefill: Engine) -> OpenHandOff:
         self._epoch += 1
@@ -192,6 +204,11 @@ class Dispatcher:
         if request.hand_off is not None:
             request.hand_off.prefill.prefills.pop(request.request_id, None)
             request.hand_off = None
+
+
+def _pair(request: EngineRequest) -> tuple[str, str]:
+    """Instances of its hand-off."""
+    return request.hand_off.prefill.instance, request.engine.instance
 
 
 def _from_router(message: pd.Message) -> Relay:

@@ -202,6 +202,7 @@ def pages_return(server: Cluster, instance: str, fault_s: float) -> None:
 
 def begin(server: Cluster, num: int, num_tokens: int) -> Askers:
     """Some of them have been handed off and some have not."""
+    assert ask(server, CASES[0]["prompt"], 2).status_code == 200  # shows that hand-offs succeed, whatever happened before
     before = hand_offs(server, "taken")
     askers = Askers(server, num, num_tokens)
     wait_until(lambda: hand_offs(server, "taken") > before, "the first is handed off")
@@ -274,6 +275,21 @@ def test_suspended_decode_ranks_end_their_requests_with_errors(cluster, expected
     assert {status for status, _, _ in answers} <= {200, 500, 503}
     check_answers(answers, expected)
     pages_return(cluster, "prefill0", stopped_s)
+    wait_for_balance(cluster)
+
+
+@pytest.mark.long
+def test_a_decode_instance_grows_and_shrinks_by_command(cluster, expected):
+    """Beyond what the file says; whoever leaves finishes what it has."""
+    wait_for_balance(cluster)
+    for dp in (3, 1, 2):
+        askers = begin(cluster, 24, 100)
+        body, headers = {"instance": "decode0", "dp": dp}, {"authorization": "Bearer root"}
+        assert httpx.post(cluster.url + "/scale", json=body, headers=headers).status_code == 202
+        answers = askers.end()
+        assert [status for status, _, _ in answers] == [200] * 24
+        check_answers(answers, expected)
+        wait_until(lambda dp=dp: num_engines(cluster) == 1 + dp and is_ready(cluster.url), f"{dp} decode ranks")
     wait_for_balance(cluster)
 
 

@@ -186,17 +186,43 @@ def test_a_lost_prefill_rank_costs_a_retry(phase):
     assert world.error(request) == "it is gone"
 
 
-def test_a_prefill_rank_lost_behind_its_hand_off_is_left_to_decode():
-    """All may have arrived, and the sequence may run."""
+def test_a_prefill_rank_lost_behind_its_hand_off_is_told_to_decode():
+    """All may have arrived, and the sequence may run; then it means nothing."""
     world = World("prefill", "decode")
     request = world.submit()
     attempt = world.reserve(request)
     world.hand_over(request, attempt)
-    num_sent = len(world.sent[request.engine])
     world.lose(world["prefill0"])
-    assert len(world.sent[request.engine]) == num_sent and not request.retried
+    assert world.sent[request.engine][-1] == pd.GiveUp(attempt, "it is gone") and not request.retried
     world.say(request.engine, pd.GiveUp(attempt, "nothing came"), to=None)
     assert world.sent[request.engine][-1] == request.message and request.retried
+
+
+def test_instances_whose_hand_off_was_given_up_have_one_at_a_time_until_one_succeeds():
+    """The link may be cut, so that each waits for a lease."""
+    world = World("prefill", "decode", "decode")
+    first = world.submit()
+    decode = first.engine
+    other = next(engine for name, engine in world.engines.items() if name.startswith("decode") and engine is not decode)
+    world.say(decode, pd.GiveUp(world.reserve(first), "nothing came"), to=world["prefill0"])
+    assert first.hand_off is None
+
+    def submit() -> EngineRequest:
+        """A request that `decode` answers."""
+        del world.engines[other.instance]
+        request = world.submit()
+        world.engines[other.instance] = other
+        return request
+
+    probe = submit()
+    attempt = world.reserve(probe)
+    assert [submit().hand_off for _ in range(3)] == [None] * 3
+    del world.engines[decode.instance]
+    assert world.submit().hand_off is not None, "to the other one it may be well"
+    world.engines[decode.instance] = decode
+    world.hand_over(probe, attempt)
+    assert world.dispatcher.begun(probe)
+    assert all(submit().hand_off is not None for _ in range(3))
 
 
 def test_a_lost_decode_rank_is_told_to_prefill():
