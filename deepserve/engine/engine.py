@@ -221,7 +221,7 @@ class Engine:
         plan, drafts = launched.plan, self.scheduler.drafts
         # A step takes from the end of the one before, for what the host does in between does not come without it.
         begun_s, self._collected_s = self._collected_s or self._launched_s, time.perf_counter()
-        if drafts is not None and plan.num_decode == len(plan.rows) and plan.num_drafts == plan.query_len - 1:
+        if drafts is not None and not launched.new and plan.num_decode == len(plan.rows) and plan.num_drafts == plan.query_len - 1:
             drafts.observe_step(plan.num_decode, plan.num_drafts, self._collected_s - begun_s)
         outputs = self.scheduler.apply(result)
         if not self.has_work:

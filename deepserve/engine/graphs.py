@@ -122,6 +122,7 @@ class DecodeGraphs:
         self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
         self._wait = _nothing
         self._told: tuple | None = None  # what `run_target` sent last
+        self._replayed: set[tuple[int, int, int]] = set()  # sizes, query lengths and drafts to make of steps so far
         started = time.perf_counter()
         self._targets: dict[tuple[int, int, bool], Callable[[], Replayed]] = {}  # by size, query length, whether overlapped
         self._settlers: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by size, query length, whether drafts follow
@@ -206,6 +207,13 @@ class DecodeGraphs:
 
     def _key(self, plan: StepPlan) -> tuple[int, int]:
         return next(size for size in self._sizes[plan.query_len] if size >= len(plan.rows)), plan.query_len
+
+    def is_new(self, plan: StepPlan) -> bool:
+        """Whether no step like it was replayed before this call: then it may take longer than it will from now on."""
+        kind = *self._key(plan), plan.num_drafts
+        new = kind not in self._replayed
+        self._replayed.add(kind)
+        return new
 
     def run_target(self, plan: StepPlan, rows: Rows, step: ExpertStep) -> Replayed:
         """Queue the pass and the draws of a step that `fits`."""

@@ -72,7 +72,9 @@ class Runner:
         self.state.fill(filled, self.rows)
         runs = [(plan.rows[i], plan.query_len if i < plan.num_decode else 1) for i in plan.draws]
         prompt_logprobs: dict[int, list[Wanted]] = {}
+        new = False
         if self.graphs is not None and self.graphs.fits(plan, step):
+            new = self.graphs.is_new(plan)
             replayed = self.graphs.run_target(plan, self.rows, step)
             tokens, logits, logprobs = replayed.tokens, replayed.logits, None
             if not self.sampler.draws_plainly(plan.rows):  # then the draw inside the graph was for nothing
@@ -98,7 +100,7 @@ class Runner:
             self.sampler.count(runs, tokens, accepted)
         wanted = [*([logprobs] if logprobs else []), *(tile for tiles in prompt_logprobs.values() for tile in tiles)]
         fetch = self.backend.runtime.download([tokens, accepted, *(tensor for one in wanted for tensor in one.tensors)])
-        return Launched(plan, logprobs, prompt_logprobs, fetch)
+        return Launched(plan, new, logprobs, prompt_logprobs, fetch)
 
     def wait(self) -> None:
         """For drafts that are still being made beside the host's work."""
@@ -175,6 +177,7 @@ class Launched:
     """A step on its way through the device."""
 
     plan: StepPlan
+    new: bool  # whether it is a captured step of a kind that had never been replayed
     logprobs: Wanted | None  # by draw
     prompt_logprobs: dict[int, list[Wanted]]  # by entry, in tiles
     # Tokens `[R]` int64, one for each draw, drafts accepted by each decode entry `[num_decode]` int64, then the tensors of the above.
