@@ -27,7 +27,7 @@ constexpr int kBlockRows = 24;  // rows that stay in the first-level cache while
 constexpr int64_t kAheadBytes = 32 << 10;  // of weights that are on their way
 constexpr int64_t kPanelBytes = 16 << 10;  // of a weight in FP8 that are dense at a time
 constexpr int64_t kNearBytes = 2 << 10;    // the same for up to kFewRows rows, where nothing is done but reading
-constexpr int64_t kFewRows = 2;
+constexpr int kFewRows = 2;
 constexpr int64_t kAheadRows = 32;         // the same, where weights lie by inner rows
 
 // Rows of x times rows of w: out[i, j] = sum over k of x[i, k] * w[j, k], for kRows rows and up to four columns. kAtOnce: columns that
@@ -224,9 +224,58 @@ void spread_tile(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, i
     }
 }
 
+// The same for one or two rows, `columns` columns each: weights pass from one end to the other, sums stay in the first-level cache.
+template <class T, int kRows>
+void spread_few(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t inner, int64_t columns) {
+  using S = Strip<T>;
+  constexpr int kAtOnce = 4, kStrip = 2 * kLanes;
+  const int64_t num_strips = (columns + kStrip - 1) / kStrip;
+  thread_local std::vector<float> sums;
+  sums.assign(kRows * num_strips * kStrip, 0.0f);
+  auto add = [&](int64_t k, auto at_once) {
+    constexpr int kCount = decltype(at_once)::value;
+    typename S::Reg values[kCount][kRows];
+    for (int u = 0; u < kCount; ++u)
+      for (int i = 0; i < kRows; ++i) values[u][i] = S::value(x + i * x_row + k + u * S::kInner, k + u * S::kInner + 1 < inner);
+    for (int64_t s = 0; s < num_strips; ++s) {
+      const int n = static_cast<int>(std::min<int64_t>(kStrip, columns - s * kStrip));
+      const T* p = w + k * w_row + s * kStrip;
+      float* to = sums.data() + s * kRows * kStrip;
+      Vec left[kRows], right[kRows];
+      for (int i = 0; i < kRows; ++i) left[i] = load(to + i * kStrip), right[i] = load(to + i * kStrip + kLanes);
+      for (int u = 0; u < kCount; ++u, p += S::kInner * w_row) {
+        for (int row = 0; row < S::kInner; ++row)
+          for (std::size_t byte = 0; byte < kStrip * sizeof(T); byte += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(p + (kCount * S::kInner + row) * w_row) + byte, _MM_HINT_T1);
+        typename S::Reg a, b;
+        S::read(p, w_row, k + u * S::kInner + 1 < inner, n, a, b);
+        for (int i = 0; i < kRows; ++i) left[i] = S::dot(left[i], values[u][i], a), right[i] = S::dot(right[i], values[u][i], b);
+      }
+      for (int i = 0; i < kRows; ++i) store(to + i * kStrip, left[i]), store(to + i * kStrip + kLanes, right[i]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + kAtOnce * S::kInner <= inner; k += kAtOnce * S::kInner) add(k, std::integral_constant<int, kAtOnce>());
+  for (; k < inner; k += S::kInner) add(k, std::integral_constant<int, 1>());
+  for (int64_t s = 0; s < num_strips; ++s)
+    for (int i = 0; i < kRows; ++i) {
+      const int n = static_cast<int>(std::min<int64_t>(kStrip, columns - s * kStrip));
+      const float* from = sums.data() + (s * kRows + i) * kStrip;
+      Vec left = load(from), right = load(from + kLanes);
+      S::finish(left, right);
+      T* to = out + i * out_row + s * kStrip;
+      store_part(to, left, std::min(n, kLanes));
+      if (n > kLanes) store_part(to + kLanes, right, n - kLanes);
+    }
+}
+
 template <class T>
 void spread_columns(
     const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
+  if (rows <= kFewRows)
+    return with_count<kFewRows>(rows, [&](auto count) {
+      spread_few<T, decltype(count)::value>(x, x_row, w + begin, w_row, out + begin, out_row, inner, end - begin);
+    });
   constexpr int kStrip = 2 * kLanes;
   const int64_t step = rows > kTileRows ? kStrip : end - begin;  // many rows: a strip stays in the first-level cache for all of them
   for (int64_t low = begin; low < end; low += step)
