@@ -10,7 +10,7 @@ Every page is in exactly one state:
 
 CACHED pages belong to nobody and can be taken back at any time, least recently used first. RESERVED and below are the hand-off
 of a prefill instance: a remote writer may still touch an IN_TRANSFER page, so a cancelled one is QUARANTINED until the writer
-acknowledges or its process is gone; no time is long enough.
+acknowledges or is shut out (`deepserve.pd.fence`); no time is long enough.
 
 The prefix cache is a chain of SHA-256 over (parent hash, tokens of a page); the root holds the tagged extras that make equal tokens mean
 different latents (cache salt, weight version). On a hit the tokens themselves are compared too.
@@ -208,7 +208,7 @@ class Pages:
             transfer.state = PageState.QUARANTINED
 
     def acknowledge(self, owner: str) -> None:
-        """The writer of a cancelled hand-off has nothing of it under way any more, or its process is gone."""
+        """The writer of a cancelled hand-off has nothing of it under way any more, or is shut out."""
         self._free.extend(self._leave(owner, PageState.QUARANTINED).pages)
 
     def _leave(self, owner: str, state: PageState) -> Transfer:
