@@ -13,7 +13,8 @@
 
 namespace {
 
-constexpr int kBlock = 64;  // keys at a time
+constexpr int kBlock = 64;                    // keys at a time
+constexpr int64_t kWorthSharing = 1 << 18;  // multiplications, less than 10 us of them; fewer are done before others have come
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // Maximum and sum of one query so far; `decay` is what its older sums are to be multiplied by.
@@ -184,6 +185,9 @@ void attend_all_pages(const Pages& a, const T* q, int64_t num_seqs, T* out, floa
 
 template <class T>
 void decode(const Pages& a, const T* q, int64_t num_seqs, T* out, float* lse, int threads) {
+  int64_t num_keys = 0;
+  for (int64_t seq = 0; seq < num_seqs; ++seq) num_keys += a.lens[seq];
+  if (num_keys * a.q_len * a.heads * (a.dim + a.latent) < kWorthSharing) threads = 1;
   // Eight queries share what is read of a key; fewer, where threads would otherwise have nothing to do.
   if (num_seqs * (a.q_len * a.heads + 7) / 8 >= threads) return attend_all_pages<T, 8>(a, q, num_seqs, out, lse, threads);
   attend_all_pages<T, 4>(a, q, num_seqs, out, lse, threads);

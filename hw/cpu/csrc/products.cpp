@@ -23,6 +23,7 @@ constexpr int kTileColumns = 4;
 constexpr int kShortPieces = 8;             // registers that hold a short row of x
 constexpr int64_t kShortRows = 4;           // more are better served by tiles
 constexpr int64_t kShortBytes = 16 << 10;  // of weights that pass before the next two such rows come
+constexpr int64_t kWorthSharing = 1 << 18;  // multiplications, less than 10 us of them; fewer are done before others have come
 constexpr int kBlockRows = 24;  // rows that stay in the first-level cache while weights pass
 constexpr int64_t kAheadBytes = 32 << 10;  // of weights that are on their way
 constexpr int64_t kPanelBytes = 16 << 10;  // of a weight in FP8 that are dense at a time
@@ -306,11 +307,12 @@ struct Groups {
 // Each group's rows times its weight. Threads take runs of columns, so that every weight is read by one of them only.
 template <class T, class W, class Columns>
 void each_group(
-    const T* x, int64_t x_row, const W* w, T* out, int64_t out_row, const Groups& groups, int64_t outer, int align, int64_t num_threads,
-    Columns&& columns) {
-  int64_t busy = 0;
-  for (int64_t g = 0; g < groups.count; ++g) busy += groups.num_rows(g) > 0;
+    const T* x, int64_t x_row, const W* w, T* out, int64_t out_row, const Groups& groups, int64_t outer, int64_t inner, int align,
+    int64_t num_threads, Columns&& columns) {
+  int64_t busy = 0, rows = 0;
+  for (int64_t g = 0; g < groups.count; ++g) busy += groups.num_rows(g) > 0, rows += groups.num_rows(g);
   if (!busy || !outer) return;
+  if (rows * outer * inner < kWorthSharing) num_threads = 1;
   // A few runs for each thread even out what the machine takes from one of them; shorter ones would only be counted.
   const int64_t wanted = (outer * busy + 4 * num_threads - 1) / (4 * num_threads);
   const int64_t run = (std::clamp<int64_t>(wanted, 32, 512) + align - 1) / align * align;
@@ -330,7 +332,7 @@ void products(
     const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, const Groups& groups, int64_t outer, int64_t inner,
     bool by_inner, int64_t num_threads) {
   each_group(
-      x, x_row, w, out, out_row, groups, outer, by_inner ? 2 * kLanes : kTileColumns, num_threads,
+      x, x_row, w, out, out_row, groups, outer, inner, by_inner ? 2 * kLanes : kTileColumns, num_threads,
       [&](int64_t, const T* from, const T* weight, T* to, int64_t rows, int64_t begin, int64_t end) {
         if (by_inner)
           spread_columns(from, x_row, weight, w_row, to, out_row, rows, inner, begin, end);
@@ -372,7 +374,7 @@ void quant_products(
     const Scales& scales, int64_t num_threads) {
   const int64_t at_once = std::max<int64_t>(1, kPanelBytes / (kTileColumns * inner * static_cast<int64_t>(sizeof(T)))) * kTileColumns;
   each_group(
-      x, x_row, w, out, out_row, groups, outer, kTileColumns, num_threads,
+      x, x_row, w, out, out_row, groups, outer, inner, kTileColumns, num_threads,
       [&](int64_t g, const T* from, const e4m3* weight, T* to, int64_t rows, int64_t begin, int64_t end) {
         thread_local std::vector<T> panel;
         panel.resize(at_once * inner);
