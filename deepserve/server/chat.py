@@ -1,8 +1,5 @@
 """POST /v1/chat/completions: messages to a prompt, and the reply's shape."""
 
-import time
-import uuid
-
 import msgspec
 from msgspec import UNSET
 
@@ -11,7 +8,7 @@ from deepserve.server.generation import Choice, Generation, News
 from deepserve.server.logprobs import chat_logprobs, prompt_logprobs
 from deepserve.server.prepare import check_common, check_model, encode_text, generate, needed_limits, validated
 from deepserve.server.protocol import ChatRequest, Message, Tool, sampling_params
-from deepserve.server.reply import ChunkWriter, Reply, usage
+from deepserve.server.reply import Form, Reply, usage
 from deepserve.server.responses import AssistantMessage, ChatChoice, ChatChunkChoice, ChatCompletion, Delta
 from deepserve.server.state import ServerState
 
@@ -91,25 +88,10 @@ def _params(request: ChatRequest, state: ServerState) -> SamplingParams:
     return sampling_params(request, state.defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=request.prompt_logprobs)
 
 
-class ChatForm:
+class ChatForm(Form):
     def __init__(self, state: ServerState, request: ChatRequest, generation: Generation, model: str):
-        self._tokenizer = state.tokenizer
-        self._generation = generation
-        self._wants_ids = bool(request.return_token_ids)
+        super().__init__(state, request, generation, model, id_prefix="chatcmpl", chunk_kind="chat.completion.chunk")
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._fingerprint = state.client.fingerprint
-        self._writer = ChunkWriter(
-            response_id=self._id,
-            kind="chat.completion.chunk",
-            created=self._created,
-            model=model,
-            fingerprint=self._fingerprint,
-            usage_in_every_chunk=request.usage_in_every_chunk,
-            include_usage=request.include_usage,
-        )
 
     def chunk(self, choice: Choice, news: News) -> bytes:
         opening = b"" if choice.started else self._opening(choice)
@@ -125,7 +107,7 @@ class ChatForm:
             chunk.seed = choice.seed
         if self._wants_ids:
             chunk.token_ids = news.token_ids
-        return opening + self._writer.event(chunk, self._generation)
+        return opening + self._event(chunk)
 
     def _opening(self, choice: Choice) -> bytes:
         extra = b""
@@ -134,21 +116,15 @@ class ChatForm:
                 extra += b',"prompt_token_ids":' + msgspec.json.encode(self._generation.prompts[0])
             if (positions := self._generation.prompt_logprobs[0]) is not None:
                 extra += b',"prompt_logprobs":' + msgspec.json.encode(prompt_logprobs(self._tokenizer, positions))
-        return self._writer.event(ChatChunkChoice(index=choice.index, delta=Delta(role="assistant", content="")), self._generation, extra)
-
-    def usage_chunk(self) -> bytes:
-        return self._writer.usage_event(self._generation)
+        return self._event(ChatChunkChoice(index=choice.index, delta=Delta(role="assistant", content="")), extra)
 
     def body(self, choices: list[tuple[Choice, News]]) -> bytes:
         positions = self._generation.prompt_logprobs[0]
         return msgspec.json.encode(
             ChatCompletion(
-                id=self._id,
-                created=self._created,
-                model=self._model,
+                **self._names,
                 choices=[self._whole_choice(choice, news) for choice, news in choices],
                 usage=usage(self._generation),
-                system_fingerprint=self._fingerprint,
                 prompt_logprobs=UNSET if positions is None else prompt_logprobs(self._tokenizer, positions),
                 prompt_token_ids=self._generation.prompts[0] if self._wants_ids else UNSET,
             )

@@ -1,7 +1,5 @@
 """POST /v1/completions: prompts as text or ids, and the reply's shape."""
 
-import time
-import uuid
 from functools import partial
 
 import msgspec
@@ -11,7 +9,7 @@ from deepserve.server.generation import Choice, Generation, News
 from deepserve.server.logprobs import completion_logprobs, prompt_logprobs
 from deepserve.server.prepare import check_common, check_model, encode_text, generate, needed_limits, validated
 from deepserve.server.protocol import COMPLETION_MAX_TOKENS, MAX_CHOICES, CompletionRequest, sampling_params, split_prompts
-from deepserve.server.reply import ChunkWriter, Reply, usage
+from deepserve.server.reply import Form, Reply, usage
 from deepserve.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from deepserve.server.state import ServerState
 from deepserve.text.detokenize import Detokenizer
@@ -72,47 +70,26 @@ class _Echo:
         self.offsets = [max(0, offset - surplus) for offset in offsets]
 
 
-class CompletionForm:
+class CompletionForm(Form):
     def __init__(self, state: ServerState, request: CompletionRequest, generation: Generation, model: str, echoes: list[_Echo] | None):
-        self._tokenizer = state.tokenizer
-        self._generation = generation
+        super().__init__(state, request, generation, model, id_prefix="cmpl", chunk_kind="text_completion")
         self._echoes = echoes
         self._num_top = request.logprobs
-        self._wants_ids = bool(request.return_token_ids)
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._fingerprint = state.client.fingerprint
-        self._writer = ChunkWriter(
-            response_id=self._id,
-            kind="text_completion",
-            created=self._created,
-            model=model,
-            fingerprint=self._fingerprint,
-            usage_in_every_chunk=request.usage_in_every_chunk,
-            include_usage=request.include_usage,
-        )
 
     def chunk(self, choice: Choice, news: News) -> bytes:
         if choice.started and not (news.text or news.finish_reason or news.logprobs or self._wants_ids):
             return b""  # a part of a character, or of what may become a stop string
         part = self._choice(choice, news, first=not choice.started)
         choice.started = True
-        return self._writer.event(part, self._generation)
-
-    def usage_chunk(self) -> bytes:
-        return self._writer.usage_event(self._generation)
+        return self._event(part)
 
     def body(self, choices: list[tuple[Choice, News]]) -> bytes:
         return msgspec.json.encode(
             Completion(
-                id=self._id,
-                created=self._created,
-                model=self._model,
+                **self._names,
                 choices=[self._choice(choice, news, first=True) for choice, news in choices],
                 usage=usage(self._generation),
-                system_fingerprint=self._fingerprint,
             )
         )
 

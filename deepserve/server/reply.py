@@ -1,27 +1,60 @@
 """A generation as an HTTP response: one JSON body, or server-sent events. A client that hangs up aborts what still runs."""
 
 import asyncio
-from typing import Protocol
+import time
+import uuid
 
 import msgspec
 from starlette.responses import Response
 
 from deepserve.server.errors import ApiError
 from deepserve.server.generation import Choice, EngineFailure, Generation, News
+from deepserve.server.protocol import GenerateRequest
 from deepserve.server.responses import PromptTokensDetails, Usage
+from deepserve.server.state import ServerState
 
 _DONE = b"data: [DONE]\n\n"
 
 
-class Form(Protocol):
-    """The two routes' shapes of the same news."""
+class Form:
+    """What the replies of both routes share; each has its own shapes of the same news."""
+
+    def __init__(
+        self, state: ServerState, request: GenerateRequest, generation: Generation, model: str, *, id_prefix: str, chunk_kind: str
+    ):
+        self._tokenizer = state.tokenizer
+        self._generation = generation
+        self._wants_ids = bool(request.return_token_ids)
+        self._names = {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": state.client.fingerprint,
+        }
+        # What is equal in all events of a stream is encoded once.
+        self._encoder = msgspec.json.Encoder()
+        self._head = b"data: " + self._encoder.encode({"object": chunk_kind, **self._names})[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._usage_in_every_chunk = request.usage_in_every_chunk
 
     def chunk(self, choice: Choice, news: News) -> bytes:
         """One or more events, or nothing when there is nothing to tell."""
+        raise NotImplementedError
 
-    def usage_chunk(self) -> bytes: ...
+    def body(self, choices: list[tuple[Choice, News]]) -> bytes:
+        """The whole reply."""
+        raise NotImplementedError
 
-    def body(self, choices: list[tuple[Choice, News]]) -> bytes: ...
+    def usage_chunk(self) -> bytes:
+        return self._head + self._usage_tail()
+
+    def _usage_tail(self) -> bytes:
+        return b'],"usage":' + self._encoder.encode(usage(self._generation)) + b"}\n\n"
+
+    def _event(self, choice: msgspec.Struct, extra: bytes = b"") -> bytes:
+        """`extra`: further fields of the top level, encoded, each behind a comma."""
+        tail = self._usage_tail() if self._usage_in_every_chunk else self._tail
+        return b"".join((self._head, self._encoder.encode(choice), b"]" + extra + tail[1:] if extra else tail))
 
 
 class Reply(Response):
@@ -107,26 +140,3 @@ def _start(content_type: bytes, *headers: tuple[bytes, bytes]) -> dict:
 def usage(generation: Generation) -> Usage:
     num_prompt, num_generated = generation.num_prompt_tokens, generation.num_generated_tokens
     return Usage(num_prompt, num_prompt + num_generated, num_generated, PromptTokensDetails(sum(generation.num_cached)))
-
-
-class ChunkWriter:
-    """Events of one stream: what is equal in all of them is encoded once."""
-
-    def __init__(
-        self, *, response_id: str, kind: str, created: int, model: str, fingerprint: str, usage_in_every_chunk: bool, include_usage: bool
-    ):
-        self._encoder = msgspec.json.Encoder()
-        head = {"id": response_id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint}
-        self._head = b"data: " + self._encoder.encode(head)[:-1] + b',"choices":['
-        self._usage_in_every_chunk = usage_in_every_chunk
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-
-    def event(self, choice: msgspec.Struct, generation: Generation, extra: bytes = b"") -> bytes:
-        """`extra`: further fields of the top level, encoded, each behind a comma."""
-        tail = self._tail
-        if self._usage_in_every_chunk:
-            tail = b'],"usage":' + self._encoder.encode(usage(generation)) + b"}\n\n"
-        return b"".join((self._head, self._encoder.encode(choice), b"]" + extra + tail[1:] if extra else tail))
-
-    def usage_event(self, generation: Generation) -> bytes:
-        return self._head + b'],"usage":' + self._encoder.encode(usage(generation)) + b"}\n\n"
