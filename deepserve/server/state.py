@@ -71,7 +71,7 @@ class ServerState:
         if options.chat_template is None:
             self.template = ChatTemplate.from_folder(options.model_path, self.tokenizer)
         else:
-            self.template = ChatTemplate(Path(options.chat_template).read_text("utf-8"), self.tokenizer)
+            self.template = ChatTemplate(_read_template(options.chat_template), self.tokenizer)
         self.longest_token_bytes = max(len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size))
         self.defaults = sampling_defaults(options)
         self.created = int(time.time())
@@ -111,6 +111,14 @@ class ServerState:
 
     async def wait_until_idle(self):
         await self._idle.wait()
+
+
+def _read_template(path: str) -> str:
+    """Raises ValueError."""
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template {path!r} cannot be read: {error}") from error
 
 
 def sampling_defaults(options: ServerOptions) -> dict[str, float]:

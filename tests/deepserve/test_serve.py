@@ -292,6 +292,7 @@ def test_ctrl_c_while_starting(moment: str):
         (["--max-body-bytes", "-1"], "max_body_bytes must be at least 1, got -1"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout_s must be at least 0, got -1.0"),
         (["--api-key", ""], "api_key is empty"),
+        (["--port", "0", "--chat-template", "/no/such"], "chat_template '/no/such' cannot be read"),
         (["--served-model-name", ""], "served_model_name is empty"),
         (["--host", "no-such-host.invalid"], "cannot listen on no-such-host.invalid:8000"),
     ],
