@@ -330,11 +330,12 @@ def _start(options: RankOptions, context: zmq.Context, lifeline: Lifeline) -> En
 
 def main() -> int:
     """Run a rank; returns only if it could not start."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # Service managers signal every process. Whoever started the rank drains first and then cuts the lifeline.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOptions)
+    form = f"%(asctime)s %(levelname)s %(name)s, rank {options.rank}: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
     lifeline = Lifeline(sys.stdin.buffer)
     lifeline.start()
     context = zmq.Context()
