@@ -9,7 +9,8 @@ batch    16 prompts of 64 tokens, 64 new ones each, all at once: new tokens over
 single   one prompt of 64 tokens: 64 over the difference between the times of 65 new tokens and of one
 prefill  one prompt of 1,024 tokens and one new token: 1,024 over the time
 
-Each engine runs in a process of its own, one after the other. Figures are medians over runs, tokens per second. Without `--model` a
+Each engine runs in a process of its own, one after the other. Figures are medians over runs, tokens per second. "memory" is what one stream
+could be at most: the weights of a token, at the speed at which our kernels read weights that no cache holds. Without `--model` a
 checkpoint of seeded random weights is written first; with it, one folder is given for each dtype. llama.cpp needs it converted (`--gguf`,
 one for each dtype). The sizes are those of the released models where kernels are fixed to them: latent 512 + 64, heads of 128 + 64.
 """
@@ -40,6 +41,7 @@ MODEL = {
     "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096, "vocab_size": 32000,
     "tie_word_embeddings": False, "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+MEMORY_BYTES = 512 << 20  # more than any cache holds
 WORKLOADS = ("batch", "single", "prefill")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Generate = Callable[[list[list[int]], int], None]  # prompts, new tokens of each
@@ -60,6 +62,36 @@ def write_model(folder: Path, dtype: str) -> None:
     wide = getattr(torch, dtype)
     tensors = {w.name: w.target.reshape(w.shape).to(wide if w.target.dtype is torch.bfloat16 else w.target.dtype) for w in weights}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def weights_of_a_token() -> int:
+    """Parameters that one token reads: embedding and cache are small beside them."""
+    m = MODEL
+    hidden, heads, latent, rope = m["hidden_size"], m["num_attention_heads"], m["kv_lora_rank"], m["qk_rope_head_dim"]
+    down = hidden * (m["q_lora_rank"] + latent + rope)
+    up = heads * (m["q_lora_rank"] * (m["qk_nope_head_dim"] + rope) + latent * (m["qk_nope_head_dim"] + m["v_head_dim"]))
+    attention = down + up + heads * m["v_head_dim"] * hidden
+    experts = (m["num_experts_per_tok"] + m["n_shared_experts"]) * 3 * hidden * m["moe_intermediate_size"]
+    dense = m["first_k_dense_replace"]
+    layers = m["num_hidden_layers"] * attention + dense * 3 * hidden * m["intermediate_size"] + (m["num_hidden_layers"] - dense) * experts
+    return layers + hidden * m["vocab_size"]
+
+
+def measure_memory(dtype: str, threads: int, runs: int) -> dict[str, list[float]]:
+    """Tokens per second of one stream, were there nothing but to read its weights."""
+    import torch
+
+    from hw.select import open_backend
+
+    native = open_backend("cpu", cpu_kernels="native", num_threads=threads)
+    weight = native.runtime.empty((MEMORY_BYTES // (1024 * getattr(torch, dtype).itemsize), 1024), getattr(torch, dtype)).fill_(1)
+    x = torch.ones(1, weight.shape[1], dtype=weight.dtype)
+    speeds = []
+    for _ in range(10 * runs + 1):
+        started = time.perf_counter()
+        native.ops.linear(x, weight)
+        speeds.append(weight.numel() / weights_of_a_token() / (time.perf_counter() - started))
+    return {"single": speeds[1:]}
 
 
 def open_ours(model: str, dtype: str, threads: int) -> Generate:
@@ -187,8 +219,11 @@ def with_llama(gguf: str, args: argparse.Namespace) -> dict[str, list[float]]:
 
 def run_worker(args: argparse.Namespace) -> None:
     """One engine; the speeds are the last line of stdout."""
-    generate = OPENERS[args.worker](args.model[0], args.dtype[0], args.threads)
-    print(json.dumps(measure(generate, args.runs, CLOCKS[args.clock], args.only)), flush=True)
+    if args.worker == "memory":
+        found = measure_memory(args.dtype[0], args.threads, args.runs)
+    else:
+        found = measure(OPENERS[args.worker](args.model[0], args.dtype[0], args.threads), args.runs, CLOCKS[args.clock], args.only)
+    print(json.dumps(found), flush=True)
     os._exit(0)  # threads of some engines keep the interpreter alive
 
 
@@ -205,11 +240,12 @@ def main() -> None:
     parser.add_argument("--gguf", nargs="+", default=[])
     parser.add_argument("--model", nargs="+", default=[])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", choices=OPENERS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=[*OPENERS, "memory"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return run_worker(args)
-    engines = ["ours", *(["transformers"] if args.transformers else []), *(["vllm"] if args.vllm_python else [])]
+    wanted = {"memory": "single" in args.only, "ours": True, "transformers": args.transformers, "vllm": args.vllm_python}
+    engines = [name for name, is_wanted in {**wanted, "llama.cpp": args.llama_server}.items() if is_wanted]
     print(f"{platform.machine()}, {os.cpu_count()} cores, {args.threads} threads, {args.clock} time, median of {args.runs}; ", end="")
     print(f"load average {os.getloadavg()[0]:.1f} at the start\n{'tokens/s':<24}" + "".join(f"{name:>10}" for name in args.only))
     rows = []
@@ -219,9 +255,9 @@ def main() -> None:
             if not args.model:
                 model.mkdir()
                 write_model(model, dtype)
-            for engine in [*engines, *(["llama.cpp"] if args.llama_server else [])]:
+            for engine in engines:
                 found = with_llama(args.gguf[i], args) if engine == "llama.cpp" else in_process_of_its_own(engine, str(model), dtype, args)
-                cells = "".join(f"{statistics.median(found[name]):>10.1f}" for name in args.only)
+                cells = "".join(f"{statistics.median(found[name]):>10.1f}" if name in found else f"{'':>10}" for name in args.only)
                 print(f"{engine + ', ' + dtype:<24}{cells}", flush=True)
                 rows.append({"engine": engine, "dtype": dtype, "speeds": found, "load_average": os.getloadavg()[0]})
     print(f"load average {os.getloadavg()[0]:.1f} at the end")
