@@ -40,7 +40,7 @@ lint: $(VENV)/.installed-test
 	@$(STYLE) && $(BIN)/lint-imports
 
 bench: $(VENV)/.installed-test
-	@set -e; for program in bench/*.py; do echo "== $$program"; $(BIN)/python $$program $(ARGS); done
+	@set -e; export PYTHONPATH=.; for program in bench/*.py; do echo "== $$program"; $(BIN)/python $$program $(ARGS); done
 
 $(VENV)/.torch:
 	@test -n "$(PYTHON)" || { echo "deepserve needs Python 3.11 or newer; found none on the PATH (or set PYTHON=...)" >&2; exit 1; }
