@@ -75,7 +75,7 @@ def print_memory(args: argparse.Namespace) -> None:
         parts = memory(args.gpus, args.experts * args.gpus, args.layers, num_seqs, tokens)
         for name, gib in {**parts, "together": sum(parts.values())}.items():
             print(f"  {name:<32}{gib:>8.1f} GiB")
-        print("  a card has 139.8 GiB; dispatch buffers take about 1.5, steps of 8,192 tokens up to 5.5, the runtime about 1\n")
+        print("  a card has 139.8 GiB; dispatch buffers take up to 1.5, steps of 8,192 tokens up to 5.5, the runtime about 1\n")
 
 
 def make_engine(groups: Groups, args: argparse.Namespace, **options: Any) -> Engine:
