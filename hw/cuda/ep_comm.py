@@ -1,4 +1,4 @@
-"""Expert dispatch over the GPUs of an instance through NCCL all-to-alls: for what DeepEP does not take (`hw.cuda.rules.DISPATCH`).
+"""Expert dispatch over the GPUs of an instance through NCCL all-to-alls: for what the others do not take (`hw.cuda.rules.DISPATCH`).
 
 Every (token, k) row travels to the rank of its physical expert and back; the source sums, so results do not depend on where an expert
 lives. Rows travel dense. Per pair of ranks the wire carries
