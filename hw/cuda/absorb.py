@@ -9,6 +9,8 @@ from hw.cuda.rules import ABSORB, TRITON, UNABSORB, Absorb
 from hw.cuda.triton_absorb import absorb_query_kernel, unabsorb_kernel
 from hw.rules import choose
 
+_MANY_HEADS = 64  # that give every multiprocessor work
+
 
 class AbsorbOps:
     """See `hw.api.Ops`."""
@@ -46,11 +48,20 @@ class AbsorbOps:
         rows = quantized_rows(num_tokens, num_heads * value, out.device) if quant else None
         data = torch.empty((num_tokens, num_heads * value), dtype=out.dtype, device=out.device) if rows is None else rows.data
         if num_tokens:
-            block_m = 16 if num_tokens <= 32 else 64 if num_tokens <= 128 else 128
-            block_k, num_warps = (128, 4) if block_m == 16 else (128, 8) if num_tokens <= 64 else (64, 8 if block_m == 128 else 4)
-            unabsorb_kernel[(cdiv(num_tokens, block_m), num_heads)](
+            block_m, block_k, block_n, num_warps, num_stages = _unabsorb_tile(num_tokens, num_heads, value, quant)
+            unabsorb_kernel[(cdiv(num_tokens, block_m), num_heads, cdiv(value, block_n))](
                 out, w_uv, data, None if rows is None else rows.scale, num_tokens, out.stride(0), out.stride(1), w_uv.stride(0),
                 w_uv.stride(1), data.stride(0), 0 if rows is None else rows.scale.stride(1), value, latent,
-                QUANT=quant, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_N=max(16, power_of_2(value)), NUM_STAGES=3, num_warps=num_warps,
+                QUANT=quant, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_N=block_n, NUM_STAGES=num_stages, num_warps=num_warps,
             )  # fmt: skip
         return data if rows is None else rows
+
+
+def _unabsorb_tile(num_tokens: int, num_heads: int, value: int, quant: bool) -> tuple[int, int, int, int, int]:
+    """Tokens, channels and values at a time, warps and stages."""
+    whole = max(16, power_of_2(value))
+    if num_heads < _MANY_HEADS and not quant:  # few heads fill the GPU only in pieces
+        return (16, 128, min(32, whole), 4, 4) if num_tokens <= 32 else (64, 128, min(32 if num_tokens <= 64 else 64, whole), 4, 4)
+    if num_tokens <= 32:
+        return 16, 64, whole, 8, 8
+    return (64, 64, whole, 8, 4) if num_tokens <= 128 else (128, 64, whole, 8, 3)

@@ -63,14 +63,16 @@ def unabsorb_kernel(
     x_ptr, w_ptr, out_ptr, scale_ptr, num_tokens, x_stride, x_head_stride, w_head_stride, w_stride, out_stride, scale_stride, value, latent,
     QUANT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens, heads). x `[T, H, latent]`, w `[H, value, latent]`, out `[T, H * value]`, contiguous in their last dims.
+    """Grid (blocks of tokens, heads, blocks of values). x `[T, H, latent]`, w `[H, value, latent]`, out `[T, H * value]`; contiguous in
+    their last dims.
 
-    QUANT: a head is one group of 128 channels; out is e4m3 and scales `[H, scale_stride]`, rounded first to x's dtype, as `hw.quant` does.
+    QUANT: a head is one group of 128 channels, in one block; out is e4m3 and scales `[H, scale_stride]`, rounded first to x's dtype, as
+    `hw.quant` does.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     row_ok = rows < num_tokens
     head = tl.program_id(1).to(tl.int64)
-    cols, ks = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    cols, ks = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     col_ok = cols < value
     x_tile = x_ptr + head * x_head_stride + rows[:, None] * x_stride + ks[None, :]
     w_tile = w_ptr + head * w_head_stride + cols[None, :] * w_stride + ks[:, None]
