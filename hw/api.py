@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 import torch
 
+from hw.draws import Logprobs, PenaltyInputs, SampleInputs
 from hw.moves import ExpertMoves
 from hw.quant import QuantTensor
 from hw.row_kernels import RowKernels
@@ -128,36 +129,6 @@ class Replicas:
         """topk_idx `[T, k]` logical -> `[T, k]` physical."""
         rows = torch.arange(topk_idx.shape[0], device=topk_idx.device)[:, None]
         return self.slots[topk_idx, rows % self.counts[topk_idx]]
-
-
-@dataclass(frozen=True)
-class SampleInputs:
-    """One row for each token to draw. Position-keyed noise makes a draw depend on nothing but its own row.
-
-    The noise of a token is keyed by (seed, sequence index, position, token id) with Philox4x32-10 (Salmon et al., SC 2011).
-    """
-
-    temperature: torch.Tensor  # [R] fp32, 0 = greedy
-    top_k: torch.Tensor  # [R] int64, 0 = off
-    top_p: torch.Tensor  # [R] fp32, 1 = off
-    min_p: torch.Tensor  # [R] fp32, 0 = off
-    seed: torch.Tensor  # [R] int64
-    sequence_idx: torch.Tensor  # [R] int64, which of the request's n sequences
-    position: torch.Tensor  # [R] int64, index of the drawn token in its sequence
-    any_sampled: bool  # host facts that save whole passes; they must be true wherever a row needs them
-    any_filtered: bool
-
-
-@dataclass(frozen=True)
-class PenaltyInputs:
-    """Rows of `logits` that carry penalties and the tokens they have seen."""
-
-    rows: torch.Tensor  # [P] int64, rows of logits
-    prompt_mask: torch.Tensor  # [P, V] bool, token stands in the prompt
-    output_counts: torch.Tensor  # [P, V] fp32, times generated
-    presence: torch.Tensor  # [P] fp32
-    frequency: torch.Tensor  # [P] fp32
-    repetition: torch.Tensor  # [P] fp32
 
 
 class Ops(Protocol):
@@ -280,6 +251,25 @@ class Ops(Protocol):
         counts `[E]` int32, on the device. expected: about how many rows an expert has, a hint for speed; None: as many as fit.
         """
 
+    def fuses_experts(self, num_tokens: int, top_k: int, gate_up: Matrix, dtype: torch.dtype) -> bool:
+        """Whether `fused_gate_up` and `fused_down` are faster here for so many tokens in `dtype`, whose experts are all on this rank, than
+        dispatch, grouped products, `silu_mul` and combine. gate_up `[E, 2I, D]`.
+        """
+
+    def fused_gate_up(self, x: torch.Tensor, topk_phy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu_mul` of the products of each token with its experts' gate_up `[E, 2I, D]`, gate rows first: `[T, k, I]`.
+
+        x `[T, D]`; topk_phy `[T, k]` int64.
+        """
+
+    def fused_down(
+        self, inner: torch.Tensor, topk_phy: torch.Tensor, topk_weight: torch.Tensor, down: torch.Tensor, shared: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The products of `fused_gate_up`'s rows with down `[E, D, I]`, summed by the reduction rule of `ExpertComm`: `[T, D]`.
+
+        topk_weight `[T, k]` fp32; shared `[T, D]` or None is added last.
+        """
+
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """Repetition (CTRL, arXiv 1909.05858), frequency and presence penalties (OpenAI's formula), in place. logits `[R, V]` fp32."""
 
@@ -289,18 +279,8 @@ class Ops(Protocol):
         logits `[R, V]` fp32. Tokens that tie with the last one inside a filter stay.
         """
 
-    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> "Logprobs":
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
         """Log-softmax at `tokens` `[R]` and the `num_top` best. logits `[R, V]` fp32."""
-
-
-@dataclass(frozen=True)
-class Logprobs:
-    """Result of `Ops.logprobs`."""
-
-    token: torch.Tensor  # [R] fp32, natural logarithm
-    rank: torch.Tensor  # [R] int64, 1 = most likely
-    top_ids: torch.Tensor  # [R, num_top] int64, falling
-    top: torch.Tensor  # [R, num_top] fp32
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Routed experts of one rank: grouped GEMM, SwiGLU, grouped GEMM, in the layout that dispatch produced."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from hw.api import Dispatched, Ops
+from hw.api import Activation, Dispatched, Ops
 from hw.quant import QuantTensor
 from hw.weights import Storage, Weight, expert, rows
 from moe.config import MoEConfig
@@ -62,6 +62,17 @@ class Experts:
         """What the slots hold, `[slots, ...]` each: weights, and their scales if they are quantised."""
         pairs = [(m.data, m.scale) if isinstance(m, QuantTensor) else (m,) for m in (self.gate_up, self.down)]
         return [tensor for pair in pairs for tensor in pair]
+
+    def fuses(self, num_tokens: int) -> bool:
+        """Whether so few tokens do without dispatch and combine where all experts are here."""
+        return self.ops.fuses_experts(num_tokens, self.config.top_k, self.gate_up, self._storage.dtype)
+
+    def fused(
+        self, x: Activation, topk_phy: torch.Tensor, topk_weight: torch.Tensor, shared: Callable[[], torch.Tensor | None]
+    ) -> torch.Tensor:
+        """The layer's output `[T, hidden]`; `shared` gives the shared experts' rows."""
+        inner = self.ops.fused_gate_up(x.rows(quantized=False), topk_phy, self.gate_up)
+        return self.ops.fused_down(inner, topk_phy, topk_weight, self.down, shared())
 
     def forward(self, dispatched: Dispatched) -> torch.Tensor:
         """Expert outputs in the layout of `dispatched.x`."""

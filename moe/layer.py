@@ -113,6 +113,8 @@ class MoELayer:
         if self.load is not None:
             chosen = routed.topk_idx.flatten()
             self.load[int(step.mode is ExpertMode.LOW_LATENCY)].index_add_(0, chosen, self._one.expand(chosen.numel()))
+        if self.placement.num_ranks == 1 and self.local.fuses(routed.topk_phy.shape[0]):
+            return self.local.fused(x, routed.topk_phy, routed.topk_weight, shared)
         dispatched = yield from self._travel(step, lambda: self.dispatch(x, routed, step))
         y, shared_rows = self.experts(dispatched), shared()
         return (yield from self._travel(step, lambda: self.combine(y, routed, dispatched, shared_rows)))

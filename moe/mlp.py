@@ -13,6 +13,7 @@ class MLP:
         self.ops, self.prefix, self.intermediate_size = ops, prefix, intermediate_size
         self.gate_up = storage.matrix(2 * intermediate_size, hidden_size, edges=(intermediate_size,))  # gate rows first
         self.down = storage.matrix(hidden_size, intermediate_size)
+        self._first = torch.zeros(1, 1, dtype=torch.int64, device=storage.device)
         self.takes_quant = ops.quantizes(self.gate_up, storage.dtype)
         self.inner_quant = ops.quantizes(self.down, storage.dtype)
 
@@ -26,4 +27,9 @@ class MLP:
 
     def forward(self, x: Rows) -> torch.Tensor:
         """x `[T, hidden]`, quantised if `takes_quant` -> `[T, hidden]`."""
-        return self.ops.linear(self.ops.silu_mul(self.ops.linear(x, self.gate_up), self.inner_quant), self.down)
+        num_tokens, gate_up = x.shape[0], self.gate_up
+        if isinstance(gate_up, torch.Tensor) and self.ops.fuses_experts(num_tokens, 1, gate_up[None], gate_up.dtype):
+            inner = self.ops.fused_gate_up(x, self._first.expand(num_tokens, 1), gate_up[None])[:, 0]  # like the only one of experts
+        else:
+            inner = self.ops.silu_mul(self.ops.linear(x, gate_up), self.inner_quant)
+        return self.ops.linear(inner, self.down)

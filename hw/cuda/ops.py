@@ -8,6 +8,7 @@
                   expand_latent          cuBLAS
                   grouped_linear         CUTLASS through torch (bf16); fp8: DeepGEMM; else Triton
                   grouped_linear_masked  Triton for few rows; DeepGEMM (bf16 of some size, fp8); else Triton
+    fused_gate_up, fused_down            Triton
     elementwise, gate, sampling          Triton
 
 No op waits for the device, except that a throughput dispatch brings its counts to the host. Ops that take host lists copy them over.
@@ -18,13 +19,14 @@ from types import ModuleType
 from hw.cuda.absorb import AbsorbOps
 from hw.cuda.attention import AttentionOps
 from hw.cuda.elementwise import ElementwiseOps
+from hw.cuda.fused_experts import FusedExpertOps
 from hw.cuda.gate import GateOps
 from hw.cuda.gemm import GemmOps
 from hw.cuda.prefill import PrefillOps
 from hw.cuda.sampling import SamplingOps
 
 
-class CudaOps(AttentionOps, PrefillOps, AbsorbOps, GemmOps, ElementwiseOps, GateOps, SamplingOps):
+class CudaOps(AttentionOps, PrefillOps, AbsorbOps, GemmOps, FusedExpertOps, ElementwiseOps, GateOps, SamplingOps):
     """See `hw.api.Ops`. Without a library its shapes run on the composites, which is what the tests compare them with."""
 
     def __init__(self, *, flash_mla: ModuleType | None, deep_gemm: ModuleType | None):

@@ -70,15 +70,21 @@ def rope_kernel(
 
 
 @triton.jit
+def swiglu(gate, up):
+    """`silu(gate) * up`, each rounded to the model dtype."""
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def _silu_mul(x_ptr, out_ptr, scale_ptr, scale_place, scale_stride, inner, first, QUANT: tl.constexpr, BLOCK: tl.constexpr):
     """Columns from `first` on of one row, whose scales begin at scale_place."""
     cols = first + tl.arange(0, BLOCK)
     mask = cols < inner
     gate = tl.load(x_ptr + cols, mask, other=0.0)
     up = tl.load(x_ptr + inner + cols, mask, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    product = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    product = swiglu(gate, up)
     if QUANT:
         store_quantized(product, out_ptr + first, scale_ptr + scale_place + first // 128 * scale_stride, scale_stride, inner - first, BLOCK)
     else:

@@ -22,7 +22,7 @@ from hw.api import Activation, ExpertComm, ExpertMode, ExpertStep, Segments
 from hw.groups import Group
 from hw.quant import QuantTensor, quantize_weight_blocks
 from hw.select import open_backend
-from tests.hw.test_parity import FP32_ONLY, TABLE, to_device
+from tests.hw.test_parity import TABLE, skips, to_device
 
 # Ops whose later cases run other kernels: filters, splits, several queries.
 EVERY_CASE = {"sample", "mla_decode", "mla_prefill", "latent_gather"}
@@ -85,13 +85,6 @@ def products(opened) -> Iterator[Callable[[], object]]:
     q, positions = torch.randn(3, 128, 192, device=device).bfloat16(), torch.arange(3, device=device)
     table, up = torch.rand(9, 64, device=device), torch.randn(128, 256, 512, device=device).bfloat16()
     yield lambda: ops.absorb_query(q, positions, table, up[:, :128])
-    ours = ops if device.type == "cpu" else type(ops)(flash_mla=None, deep_gemm=None)
-    cache, pages = torch.randn(5, 64, 576, device=device).bfloat16(), torch.arange(5, dtype=torch.int32, device=device).repeat(9, 1)
-    lens, rows = torch.arange(0, 270, 30, dtype=torch.int32, device=device), torch.randn(9, 1, 16, 576, device=device).bfloat16()
-    yield lambda: ours.mla_decode(rows, cache, pages, lens, 240, 512, 0.07)
-    chosen, shares, few = torch.tensor([[2, 0]], device=device), torch.rand(1, 2, device=device), torch.randn(1, 1024, device=device).bfloat16()
-    up_8, down_8 = weight(3, 512, 1024), weight(3, 1024, 256)
-    yield lambda: ops.fused_down(ops.fused_gate_up(few, chosen, up_8), chosen, shares, down_8, few)
     for quant in (False, True):
         yield lambda quant=quant: ops.unabsorb(torch.randn(3, 128, 512, device=device).bfloat16(), up[:, 128:], quant)
 
@@ -124,7 +117,7 @@ def main() -> None:
     num_calls = 0
     for op, make in TABLE.items():
         for dtype in (torch.float32, torch.bfloat16):
-            if op in FP32_ONLY and dtype != torch.float32:
+            if skips(op, dtype):
                 continue
             cases = (case for case in make(dtype) if has_rows(case[1].args))
             for _, call in cases if op in EVERY_CASE else islice(cases, args.cases):

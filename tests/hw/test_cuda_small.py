@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from hw.api import Activation, ExpertMode, ExpertStep
 from hw.quant import QuantTensor, dequantize, quantize_activation, quantize_weight_blocks
 from hw.select import open_backend
 from hw.testing import assert_close, available_backends, tolerance
-from tests.hw.test_parity import Call, check, normal, pages, to_device, weight
+from tests.hw.test_parity import Call, check, normal, pages, some_experts, to_device, weight
 
 pytestmark = pytest.mark.skipif("cuda" not in available_backends(), reason="needs an NVIDIA GPU")
 BF16 = torch.bfloat16
@@ -44,6 +45,21 @@ def test_bf16_products_of_few_rows(opened, outer: int, inner: int):
         x = normal(num_rows, inner + 8, dtype=BF16)[:, :inner]  # rows with gaps
         actual = opened.ops.linear(to_device(x, opened.runtime.device), there)
         assert_close(actual, (x.float() @ w.float().T).to(BF16), tolerance(BF16), f"{num_rows} rows")
+
+
+def test_experts_of_few_tokens_in_two_kernels(opened):
+    """V2-Lite's widths, against the way by dispatch, masked products and combine."""
+    ops, device, (num_experts, top_k, inner, hidden) = opened.ops, opened.runtime.device, (16, 6, 1408, 2048)
+    gate_up, down = (weight(num_experts, *shape, dtype=BF16).to(device) for shape in ((2 * inner, hidden), (hidden, inner)))
+    assert ops.fuses_experts(1, top_k, gate_up, BF16) and not ops.fuses_experts(3, top_k, gate_up, BF16)
+    for num in (1, 3):
+        x, shared = (normal(num, hidden, dtype=BF16).to(device) for _ in range(2))
+        topk, shares = some_experts(num, num_experts, top_k).to(device), torch.rand(num, top_k, device=device)
+        actual = ops.fused_down(ops.fused_gate_up(x, topk, gate_up), topk, shares, down, shared)
+        sent = opened.expert_comm.dispatch(Activation(x), topk, shares, ExpertStep(ExpertMode.LOW_LATENCY, num), num_experts)
+        inner_rows = ops.silu_mul(ops.grouped_linear_masked(sent.x, gate_up, sent.counts), False, sent.counts)
+        expected = opened.expert_comm.combine(ops.grouped_linear_masked(inner_rows, down, sent.counts), shares, sent, shared)
+        assert_close(actual, expected, tolerance(BF16), f"{num} tokens")
 
 
 @pytest.mark.parametrize("counts", [(1,), (0, 1, 0), (2, 0, 1, 3), (4, 4, 4), (8, 1, 0, 5, 7), (16, 3, 0)])

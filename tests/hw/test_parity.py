@@ -272,6 +272,31 @@ def grouped_linear_masked(dtype):
         yield f"{case.id}-fp8", Call((x, quantize_weight_blocks(w, (16, 128)), counts), real=cut)
 
 
+def fuses_experts(dtype):
+    yield "fp32", Call((1, 2, weight(4, 256, 128, dtype=torch.float32), torch.float32))
+
+
+# Tokens, experts, experts of a token, inner and hidden channels.
+FUSED = ((0, 3, 2, 128, 128), (1, 3, 3, 64, 128), (3, 5, 2, 192, 512), (2, 9, 8, 128, 1152))
+
+
+def some_experts(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
+    return torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].contiguous()
+
+
+def fused_gate_up(dtype):
+    for num_tokens, num_experts, top_k, inner, hidden in FUSED:
+        args = normal(num_tokens, hidden, dtype=dtype), some_experts(num_tokens, num_experts, top_k)
+        yield f"{num_tokens}-of-{num_experts}", Call((*args, weight(num_experts, 2 * inner, hidden, dtype=dtype)))
+
+
+def fused_down(dtype):
+    for num_tokens, num_experts, top_k, inner, hidden in FUSED:
+        args = normal(num_tokens, top_k, inner, dtype=dtype), some_experts(num_tokens, num_experts, top_k), torch.rand(num_tokens, top_k)
+        for shared in (None, normal(num_tokens, hidden, dtype=dtype)):
+            yield f"{num_tokens}-of-{num_experts}", Call((*args, weight(num_experts, hidden, inner, dtype=dtype), shared))
+
+
 def penalize(dtype):
     for case in testing.sample_cases():
         rows = torch.randperm(case.num_rows)[: case.num_rows // 2 + 1]
@@ -342,11 +367,18 @@ TABLE: dict[str, Callable[[torch.dtype], Iterator[tuple[str, Call]]]] = {
     for make in (
         rms_norm, add_rms_norm, rope, silu_mul, quantizes, linear, absorb_query, unabsorb, expand_latent,
         latent_write, latent_gather, mla_decode, mla_prefill, merge_attention,
-        prefers_absorbed, gate_logits, gate_topk, grouped_linear, grouped_linear_masked, penalize, sample, logprobs,
+        prefers_absorbed, gate_logits, gate_topk, grouped_linear, grouped_linear_masked, fuses_experts, fused_gate_up, fused_down, penalize,
+        sample, logprobs,
     )
 }  # fmt: skip
 WITHOUT_NUMBERS = {"decode_plan"}  # its object goes back into mla_decode; test_cuda holds that sharing one changes nothing
-FP32_ONLY = {"prefers_absorbed", "gate_topk", "penalize", "sample", "logprobs"}
+FP32_ONLY = {"prefers_absorbed", "fuses_experts", "gate_topk", "penalize", "sample", "logprobs"}
+BF16_ONLY = {"fused_gate_up", "fused_down"}  # `fuses_experts` never says otherwise
+
+
+def skips(op: str, dtype: torch.dtype) -> bool:
+    """Whether the op is not there for activations of this dtype, or the same for all."""
+    return op in (BF16_ONLY if dtype == torch.float32 else FP32_ONLY)
 
 
 def test_no_op_of_the_contract_is_left_out():
@@ -411,7 +443,7 @@ def check(ops: Ops, op: str, name: str, call: Call, device: torch.device) -> Non
 @pytest.mark.parametrize("op", TABLE)
 @pytest.mark.parametrize("variant", testing.variants())
 def test_parity(variant: str, op: str, dtype: torch.dtype):
-    if op in FP32_ONLY and dtype != torch.float32:
+    if skips(op, dtype):
         return
     opened = open_backend(**testing.variants()[variant])
     for name, call in TABLE[op](dtype):

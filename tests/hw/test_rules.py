@@ -74,5 +74,18 @@ def test_inspect_leaves_no_op_out():
     products = {"down": fp8(2112, 7168), "experts": fp8(8, 4096, 7168)}
     shapes = ModelShapes(BF16, decode(), products, top_k=8, max_rows=2048, max_low_latency_rows=128)
     named = {op for provider in FACTS.providers(shapes) for op in provider.op.split(", ")}
-    computes_nothing = {"quantizes", "decode_plan", "prefers_absorbed"}
+    computes_nothing = {"quantizes", "decode_plan", "prefers_absorbed", "fuses_experts"}
     assert named - {"dispatch", "combine"} == {name for name in vars(Ops) if not name.startswith("_")} - computes_nothing
+
+
+def test_who_brings_rows_to_experts():
+    for mode, dtype, hidden_size, cap, num_ranks, expected in (
+        (ExpertMode.LOW_LATENCY, BF16, 7168, 256, 8, PEERS),
+        (ExpertMode.LOW_LATENCY, torch.float32, 200, 4096, 2, PEERS),
+        (ExpertMode.LOW_LATENCY, BF16, 7168, 256, 16, DEEP_EP),
+        (ExpertMode.LOW_LATENCY, BF16, 7168, 512, 16, NCCL),
+        (ExpertMode.THROUGHPUT, BF16, 7168, 512, 2, DEEP_EP),
+        (ExpertMode.THROUGHPUT, torch.float32, 7168, 512, 2, NCCL),
+    ):
+        shape = Dispatch(mode, dtype, hidden_size, cap, num_ranks)
+        assert choose("dispatch", DISPATCH, shape).served_by == expected, shape

@@ -1,5 +1,6 @@
 """Gate and layer against transformers' V2 and V3 classes; modes, replicas, stages and batch invariance against each other."""
 
+import copy
 import dataclasses
 import itertools
 from typing import Any
@@ -19,6 +20,9 @@ from moe.router import replicas_of
 
 CPU = torch.device("cpu")
 BACKENDS = {"plain": open_backend("cpu"), "invariant": open_backend("cpu", batch_invariant=True)}
+# As where two kernels do what routed experts do, from dispatch to combine.
+BACKENDS["fused"] = dataclasses.replace(BACKENDS["plain"], ops=copy.copy(BACKENDS["plain"].ops))
+BACKENDS["fused"].ops.fuses_experts = lambda *shape: True
 MODES = pytest.mark.parametrize("mode", list(ExpertMode))
 _V2 = MoEConfig(
     hidden_size=32, intermediate_size=20, num_experts=12, num_shared_experts=2, top_k=4, scoring="softmax", topk_method="greedy",

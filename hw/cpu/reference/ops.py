@@ -148,6 +148,23 @@ class ReferenceOps:
     def grouped_linear_masked(self, x: Rows, weight, counts, expected=None):
         return torch.stack([self.linear(expert(x, e), expert(weight, e)) for e in range(x.shape[0])])
 
+    def fuses_experts(self, num_tokens, top_k, gate_up, dtype):
+        return False
+
+    def fused_gate_up(self, x, topk_phy, gate_up):
+        out = x.new_empty(*topk_phy.shape, gate_up.shape[1] // 2)
+        for token, chosen in enumerate(topk_phy.tolist()):
+            for k, e in enumerate(chosen):
+                out[token, k] = self.silu_mul(self.linear(x[token : token + 1], gate_up[e]))[0]
+        return out
+
+    def fused_down(self, inner, topk_phy, topk_weight, down, shared):
+        total = torch.zeros(topk_phy.shape[0], down.shape[1])
+        for token, chosen in enumerate(topk_phy.tolist()):
+            for k, e in enumerate(chosen):
+                total[token] += topk_weight[token, k] * self.linear(inner[token, k : k + 1], down[e])[0].float()
+        return (total if shared is None else total + shared.float()).to(inner.dtype)
+
     def penalize(self, logits, inputs: PenaltyInputs):
         for i, row in enumerate(inputs.rows.tolist()):
             scores, counts = logits[row], inputs.output_counts[i]
