@@ -27,7 +27,9 @@ def providers(model: ModelShapes) -> list[Provider]:
     names = [name for name in vars(Ops) if not name.startswith("_")]
     served = [name for name in names if getattr(NativeOps, name) is not getattr(CpuOps, name)]
     amx = "products of 8 rows and more in bf16 are torch's: this CPU has AMX" if kernels.has_amx else ""
-    native = Provider(", ".join(served), f"native kernels for {kernels.target}", amx, shape="rows in fp32 and bf16, weights in block-FP8 too")
+    native = Provider(
+        ", ".join(served), f"native kernels for {kernels.target}", amx, shape="rows in fp32 and bf16, weights in block-FP8 too"
+    )
     return [native, Provider("the rest", "torch", shape="all"), comm]
 
 
