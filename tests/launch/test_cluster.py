@@ -86,6 +86,11 @@ def test_lines_of_each_host(pd):
     assert script.count("torchrun") == 4 and script.count("launch.frontend") == 1 and "# on 10.0.0.10: nothing" in script
 
 
+def test_one_worker_holds_ranks_that_outlive_each_other(tmp_path):
+    cluster = load(write(tmp_path, '[[unified]]\ndp = 3\nengine = { on_rank_death = "replan" }\n'))
+    assert "--nnodes 1 --nproc-per-node 1 " in render(cluster) and cluster.num_engines == 3
+
+
 def test_torchrun_takes_every_flag(pd):
     """Its own parser reads the printed line, down to the worker's arguments."""
     from torch.distributed.run import get_args_parser
