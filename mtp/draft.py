@@ -13,8 +13,8 @@ def propose(
 ) -> Iterator[torch.Tensor]:
     """The `num_drafts` most likely next tokens, one after the other, `[R]` int64 each.
 
-    hidden `[R, hidden]`: the main model's where each sequence's latest token was drawn. advance: hidden and how many passes there were ->
-    the module's output one position on; it pairs hidden with the token drawn, then with each draft. best: hidden -> tokens `[R]`.
+    hidden `[R, hidden]`: of each sequence, where its latest token was drawn. advance: hidden and how many passes there were -> the module's
+    output one position on; it pairs hidden with the token drawn, then with each draft. best: hidden -> tokens `[R]`.
     """
     for num_passes in range(num_drafts):
         hidden = advance(hidden, num_passes)

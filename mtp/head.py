@@ -49,21 +49,19 @@ class DraftHead:
             *self.block.weights(),
         ]
 
-    def forward(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, meta: Any, cache: torch.Tensor, step: ExpertStep, lens: list[int]
-    ) -> torch.Tensor:
-        """embedded, hidden `[lens[tp rank], hidden]`: next token and state at each position -> the same shape, after the module's norm.
-
-        `meta` is that of the positions of `hidden`; the block's latents go to their slots of `cache`.
+    def forward(self, joined: torch.Tensor, meta: Any, cache: torch.Tensor, step: ExpertStep, lens: list[int]) -> torch.Tensor:
+        """joined `[lens[tp rank], hidden]`: what `join` made of next token and state at each position -> the same shape, after the module's
+        norm. `meta` is that of the positions of the states; the block's latents go to their slots of `cache`.
         """
-        x, residual = self.block.forward(self._joined(embedded, hidden), None, meta, cache, step, lens)
+        x, residual = self.block.forward(joined, None, meta, cache, step, lens)
         normed, _ = self.ops.add_rms_norm(x, residual, self.norm, self.eps)
         return normed.rows(quantized=False)
 
-    def write(self, embedded: torch.Tensor, hidden: torch.Tensor, meta: Any, cache: torch.Tensor, lens: list[int]) -> None:
+    def write(self, joined: torch.Tensor, meta: Any, cache: torch.Tensor, lens: list[int]) -> None:
         """Only what `forward` leaves in the cache."""
-        self.block.write(self._joined(embedded, hidden), meta, cache, lens)
+        self.block.write(joined, meta, cache, lens)
 
-    def _joined(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def join(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """embedded, hidden `[T, hidden]`: next token and state -> what the block takes, `[T, hidden]`."""
         pair = torch.cat((self.ops.rms_norm(embedded, self.enorm, self.eps), self.ops.rms_norm(hidden, self.hnorm, self.eps)), dim=-1)
         return self.ops.linear(pair, self.eh_proj)

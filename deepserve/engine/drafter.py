@@ -29,23 +29,23 @@ class Drafter:
         hidden: torch.Tensor,
         next_ids: torch.Tensor,
         meta: AttnMetadata | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Move rows on by their draws `tokens` `[R]`, and write the MTP module's latents of the step where `num_drafts` are to be made.
 
         hidden `[num_tokens, hidden]`, next_ids `[num_tokens]` int64 and meta are those of the step, with `tokens` among the next ids;
         without drafts they matter for chunks of prompts only, whose latents shall be there when drafts pay again.
-        Returns how many drafts each decode entry accepted, `[num_decode]` int64, and where among the step's tokens each entry that draws
-        has its last one that counts, `[num_draws]` int64.
+        Returns how many drafts each decode entry accepted, `[num_decode]` int64, and what `draft` begins with, `[num_draws, hidden]`.
         """
         accepted, latest = self._state.settle(drawing.rows, tokens, drawing.num_decode, drawing.query_len)
         fills = self._model.draft_head is not None and meta is not None and meta.prefill is not None
-        if num_drafts or fills:
-            assert meta is not None
-            self._model.write_drafts(next_ids, hidden, meta, self._caches)
-        return accepted, torch.cat((latest, drawing.ends)) if len(drawing.ends) else latest
+        if not num_drafts and not fills:
+            return accepted, None
+        assert meta is not None
+        begin = self._model.write_drafts(next_ids, hidden, meta, self._caches)
+        return accepted, begin[torch.cat((latest, drawing.ends)) if len(drawing.ends) else latest] if num_drafts else None
 
     def draft(self, drawing: Drawing, num_drafts: int, hidden: torch.Tensor, step: ExpertStep) -> None:
-        """Put `num_drafts` drafts behind each row. hidden `[num_draws, hidden]`: the step's, where `settle` says."""
+        """Put `num_drafts` drafts behind each row. hidden `[num_draws, hidden]`: from `settle`."""
         if not len(drawing.rows):
             self._model.idle_drafts(step, num_drafts)  # other ranks draft
             return
@@ -54,7 +54,7 @@ class Drafter:
             inputs = self._state.draft_inputs(drawing.rows, drawing.page_table, drawing.num_pages, num_passes)
             decode = DecodeMeta(len(drawing.rows), 1, inputs.seq_lens, drawing.max_seq_len, drawing.page_table)
             meta = AttnMetadata(inputs.positions, inputs.slots, decode, None)
-            return self._model.draft(inputs.token_ids, hidden, meta, self._caches, step)
+            return self._model.draft(inputs.token_ids, hidden, meta, self._caches, step, written=num_passes == 0)
 
         for place, drafts in enumerate(propose(hidden, num_drafts, advance, self._best), 1):
             self._state.ahead[drawing.rows, place] = drafts

@@ -116,7 +116,7 @@ class DecodeGraphs:
         self._hidden = torch.zeros((num_tokens, model.config.hidden_size), dtype=model.dtype, device=device)
         self._tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._accepted = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._latest = torch.zeros((largest, model.config.hidden_size), dtype=model.dtype, device=device)  # hidden, where drafts begin
+        self._begin = torch.zeros((largest, model.config.hidden_size), dtype=model.dtype, device=device)  # what drafts begin with
         # Where the tokens stand, for the second graph: it begins with the row state as the first one found it.
         self._positions, self._slots = torch.zeros_like(self._tokens), torch.zeros_like(self._tokens)
         self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
@@ -178,14 +178,14 @@ class DecodeGraphs:
 
         def work() -> None:
             meta = self._meta(size, query_len) if drafting else None
-            self._accepted[:size], latest = self._drafter.settle(drawing, tokens, drafting, hidden, tokens, meta)
-            if drafting:
-                self._latest[:size] = hidden[latest]
+            self._accepted[:size], begin = self._drafter.settle(drawing, tokens, drafting, hidden, tokens, meta)
+            if begin is not None:
+                self._begin[:size] = begin
 
         return work
 
     def _draft(self, size: int, num_drafts: int) -> Callable[[], None]:
-        drawing, hidden = self._drawing(size, 1), self._latest[:size]  # rows and pages lie first in any layout of this size
+        drawing, hidden = self._drawing(size, 1), self._begin[:size]  # rows and pages lie first in any layout of this size
         return lambda: self._drafter.draft(drawing, num_drafts, hidden, self._steps[0])
 
     def _serve(self, num_drafts: int, step: ExpertStep) -> Callable[[], None]:
@@ -264,7 +264,7 @@ class DecodeGraphs:
         fields["rows"][num_seqs:], fields["num_pages"][num_seqs:] = self._state.num_rows, 0
         fields["rows"][:num_seqs], fields["num_pages"][:num_seqs] = drawing.rows, drawing.num_pages
         self._page_table[:num_seqs, :width] = drawing.page_table
-        self._latest[:num_seqs] = hidden
+        self._begin[:num_seqs] = hidden
         self._wait = self._backend.runtime.begin(self._drafters[size, num_drafts])
 
     def wait(self) -> None:

@@ -90,10 +90,10 @@ class Runner:
             logits = self.model.logits(hidden[every]) if runs else None
             tokens, logprobs = self._draw(logits, runs, batch.meta.positions[every] + 1, batch.token_ids[every])
             next_ids = batch.next_ids.index_copy(0, batch.draws, tokens) if batch.draws is not None else tokens
-            accepted, latest = self.drafter.settle(batch.drawing, tokens, plan.num_drafts, hidden, next_ids, batch.meta)
-            if plan.num_drafts:
+            accepted, begin = self.drafter.settle(batch.drawing, tokens, plan.num_drafts, hidden, next_ids, batch.meta)
+            if begin is not None:
                 replays = self.graphs is not None and self.graphs.can_draft(batch.drawing, step)
-                (self.graphs if replays else self.drafter).draft(batch.drawing, plan.num_drafts, hidden[latest], step)
+                (self.graphs if replays else self.drafter).draft(batch.drawing, plan.num_drafts, begin, step)
         if num_drafts is not None:  # others may go on drafting with experts of ours
             self.model.idle_drafts(step, num_drafts - plan.num_drafts)
         if logits is not None:

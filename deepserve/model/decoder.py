@@ -209,30 +209,36 @@ class Decoder:
         return self.tp.all_gather_rows(normed.rows(quantized=False), lens)
 
     def draft(
-        self, next_ids: torch.Tensor, hidden: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], step: ExpertStep
+        self, next_ids: torch.Tensor, hidden: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor], step: ExpertStep, written: bool
     ) -> torch.Tensor:
         """One pass of the MTP module at the positions of `meta`: `[num_tokens, hidden]` whose `logits` are for two positions on.
 
-        next_ids `[num_tokens]` int64: the token behind each position; hidden `[num_tokens, hidden]`: what `forward`, or this pass one
-        position before, gave there.
+        next_ids `[num_tokens]` int64: the token behind each position; hidden `[num_tokens, hidden]`: what this pass one position before
+        gave there, or, if `written`, `write_drafts`.
         """
         assert self.draft_head is not None
-        embedded, hidden, lens = self._pairs(next_ids, hidden)
-        meta = meta.planned(self.ops.decode_plan())
-        return self.tp.all_gather_rows(self.draft_head.forward(embedded, hidden, meta, caches[-1], step, lens), lens)
-
-    def write_drafts(self, next_ids: torch.Tensor, hidden: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor]) -> None:
-        """Only what `draft` leaves in the cache. No experts, so other ranks need not take part."""
-        assert self.draft_head is not None
-        embedded, hidden, lens = self._pairs(next_ids, hidden)
-        self.draft_head.write(embedded, hidden, meta, caches[-1], lens)
-
-    def _pairs(self, next_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """This TP rank's slice of the next tokens' embeddings and of the hidden states; sizes of all slices."""
         lens = even_slices(next_ids.shape[0], self.tp.size)
+        joined = hidden if written and self.tp.size == 1 else self._join(next_ids, hidden, lens)
+        meta = meta.planned(self.ops.decode_plan())
+        return self.tp.all_gather_rows(self.draft_head.forward(joined, meta, caches[-1], step, lens), lens)
+
+    def write_drafts(self, next_ids: torch.Tensor, hidden: torch.Tensor, meta: AttnMetadata, caches: list[torch.Tensor]) -> torch.Tensor:
+        """Only what `draft` leaves in the cache. No experts, so other ranks need not take part.
+
+        hidden `[num_tokens, hidden]` is what `forward` gave. Returns as much, what `draft` begins with at any of these positions: where one
+        rank has all rows, they need not be joined again.
+        """
+        assert self.draft_head is not None
+        lens = even_slices(next_ids.shape[0], self.tp.size)
+        joined = self._join(next_ids, hidden, lens)
+        self.draft_head.write(joined, meta, caches[-1], lens)
+        return joined if self.tp.size == 1 else hidden
+
+    def _join(self, next_ids: torch.Tensor, hidden: torch.Tensor, lens: list[int]) -> torch.Tensor:
+        """This TP rank's slice of the next tokens and hidden states, as the MTP module's block takes them."""
         first = sum(lens[: self.tp.rank])
         mine = slice(first, first + lens[self.tp.rank])
-        return self.embedding[next_ids[mine]], hidden[mine], lens
+        return self.draft_head.join(self.embedding[next_ids[mine]], hidden[mine])
 
     def idle(self, step: ExpertStep) -> None:
         """A step without tokens of ours: this rank's experts serve the others' tokens."""
