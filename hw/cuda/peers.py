@@ -25,6 +25,7 @@ from hw.api import Activation, Dispatched, ExpertStep
 from hw.cuda.expert_comm import expected_rows
 from hw.cuda.launch import cdiv, power_of_2
 from hw.cuda.layout import GROUP, masked_rows, quantized_masked_rows
+from hw.cuda.rules import PEERS_MOST_ROWS
 from hw.cuda.triton_peers import meet_kernel, place_packets_kernel, return_packets_kernel, send_packets_kernel, sum_packets_kernel
 from hw.groups import Group
 
@@ -98,7 +99,7 @@ class PeerExpertComm:
         width, dtype, most = x.rows(quantized=False).shape[1], x.rows(quantized=False).dtype, step.max_tokens
         (num_tokens, top_k), device = topk_phy.shape, topk_phy.device
         assert num_tokens <= most <= self.max_tokens_per_rank and top_k <= MOST_TOP_K, (topk_phy.shape, step)
-        assert self._size * most <= 1 << 16, f"{self._size} ranks of {most} tokens: 16 bits number an expert's rows"
+        assert self._size * most <= PEERS_MOST_ROWS, (self._size, step)
         self.reserve(width, num_local_experts, dtype)
         window, capacity = self._windows[width, dtype], self._size * most
         if x.quant is None:

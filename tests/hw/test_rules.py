@@ -2,8 +2,25 @@
 
 import torch
 
-from hw.api import Ops
-from hw.cuda.rules import CUBLAS, CUTLASS, DECODE, DEEP_GEMM, FACTS, FEW_ROWS, FLASH_MLA, GROUPED, LINEAR, MASKED, TRITON
+from hw.api import ExpertMode, Ops
+from hw.cuda.rules import (
+    CUBLAS,
+    CUTLASS,
+    DECODE,
+    DEEP_EP,
+    DEEP_GEMM,
+    DISPATCH,
+    FACTS,
+    FEW_ROWS,
+    FLASH_MLA,
+    GROUPED,
+    LINEAR,
+    MASKED,
+    NCCL,
+    PEERS,
+    TRITON,
+    Dispatch,
+)
 from hw.quant import QuantTensor, scale_shape
 from hw.rules import Decode, ModelShapes, Product, Provider, choose
 
@@ -82,6 +99,7 @@ def test_who_brings_rows_to_experts():
     for mode, dtype, hidden_size, cap, num_ranks, expected in (
         (ExpertMode.LOW_LATENCY, BF16, 7168, 256, 8, PEERS),
         (ExpertMode.LOW_LATENCY, torch.float32, 200, 4096, 2, PEERS),
+        (ExpertMode.LOW_LATENCY, BF16, 7168, 16384, 8, NCCL),
         (ExpertMode.LOW_LATENCY, BF16, 7168, 256, 16, DEEP_EP),
         (ExpertMode.LOW_LATENCY, BF16, 7168, 512, 16, NCCL),
         (ExpertMode.THROUGHPUT, BF16, 7168, 512, 2, DEEP_EP),
