@@ -20,16 +20,16 @@ constexpr int kTileRows = 2;
 constexpr int kSpreadSums = 8;
 #endif
 constexpr int kTileColumns = 4;
+constexpr int kBlockRows = 24;              // rows that stay in the first-level cache while weights pass
+constexpr int64_t kAheadBytes = 32 << 10;   // of weights that are on their way
+constexpr int kFewRows = 2;                 // nothing is done for them but reading
+constexpr int64_t kNearBytes = 2 << 10;     // of weights that are on their way then
+constexpr int64_t kAheadRows = 32;          // the same, where weights lie by inner rows
 constexpr int kShortPieces = 8;             // registers that hold a short row of x
 constexpr int64_t kShortRows = 4;           // more are better served by tiles
-constexpr int64_t kShortBytes = 16 << 10;  // of weights that pass before the next two such rows come
+constexpr int64_t kShortBytes = 16 << 10;   // of weights that pass before the next two such rows come
+constexpr int64_t kPanelBytes = 16 << 10;   // of a weight in FP8 that are dense at a time
 constexpr int64_t kWorthSharing = 1 << 18;  // multiplications, less than 10 us of them; fewer are done before others have come
-constexpr int kBlockRows = 24;  // rows that stay in the first-level cache while weights pass
-constexpr int64_t kAheadBytes = 32 << 10;  // of weights that are on their way
-constexpr int64_t kPanelBytes = 16 << 10;  // of a weight in FP8 that are dense at a time
-constexpr int64_t kNearBytes = 2 << 10;    // the same for up to kFewRows rows, where nothing is done but reading
-constexpr int kFewRows = 2;
-constexpr int64_t kAheadRows = 32;         // the same, where weights lie by inner rows
 
 // Rows of x times rows of w: out[i, j] = sum over k of x[i, k] * w[j, k], for kRows rows and up to four columns. kAtOnce: columns that
 // are worked on together; one, where there is nothing but to wait for weights, which come fastest from one end to the other. Meanwhile kAsked
