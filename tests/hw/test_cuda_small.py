@@ -62,6 +62,16 @@ def test_experts_of_few_tokens_in_two_kernels(opened):
         assert_close(actual, expected, tolerance(BF16), f"{num} tokens")
 
 
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_values_from_attended_latents(opened, num_heads: int):
+    """Each token count takes the tiles that its shape is given."""
+    w_uv = weight(num_heads, 128, 512, dtype=BF16)
+    for num_tokens in (1, 32, 33, 64, 65, 129):
+        for quant in (False, True):
+            call = Call((normal(num_tokens, num_heads, 512, dtype=BF16), w_uv, quant))
+            check(opened.ops, "unabsorb", f"{num_tokens} tokens, quantised {quant}", call, opened.runtime.device)
+
+
 @pytest.mark.parametrize("counts", [(1,), (0, 1, 0), (2, 0, 1, 3), (4, 4, 4), (8, 1, 0, 5, 7), (16, 3, 0)])
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 def test_products_of_experts_with_few_rows(opened, fp8: bool, counts: tuple[int, ...]):
