@@ -30,9 +30,9 @@ class _Load:
     costs: list[float]  # by number of drafts, in seconds where the pace is 1; meaningless without samples
     num_samples: list[int]
     pace: float = 1.0  # how slow steps are now, whatever their drafts: as those of the best show
-    num_steps: int = 0
     best: int = 0
-    wait: int = PROBE_EVERY  # steps before the next turn
+    calm: int = 0  # steps that take the best without another look
+    wait: int = PROBE_EVERY  # steps before the next turn, without those
     interval: int = PROBE_EVERY
     num_turns: int = 0
 
@@ -111,8 +111,10 @@ class DraftSchedule:
         if not self.adaptive or not self.max_drafts:
             return self.max_drafts
         load = self._load(num_seqs)
-        load.num_steps += 1
-        if load.num_steps % REVIEW_EVERY == 1 or not load.complete:
+        if load.calm:
+            load.calm -= 1
+            return load.best
+        if load.wait >= 0:  # else in the middle of a turn
             costs = self._costs(num_seqs.bit_length())
             if costs is None:
                 return self.max_drafts if load.num_samples[-1] < MIN_SAMPLES else 0
@@ -123,6 +125,9 @@ class DraftSchedule:
         best = load.best
         load.wait -= 1
         if load.wait >= 0:
+            if load.complete:
+                load.calm = min(REVIEW_EVERY - 1, load.wait)
+                load.wait -= load.calm
             return best
         if load.wait == -1:
             self._forget(best)
