@@ -181,6 +181,8 @@ class LocalInstance:
         """
         if self.args.on_rank_death != "replan":
             raise ValueError("the server can be scaled if it is started with --on-rank-death replan")
+        if self._draining:
+            raise ValueError(f"dp {dp}: the instance is about to end")
         if not 1 <= dp <= MOST_REPLICAS:
             raise ValueError(f"dp must be from 1 to {MOST_REPLICAS}, got {dp}")
         self.num_more = dp - self.args.data_parallel_size

@@ -87,7 +87,7 @@ class HostGuardian:
 
     def _hear_ranks(self) -> None:
         """Note who serves."""
-        with suppress(zmq.Again):
+        with suppress(zmq.Again, msgspec.MsgspecError):  # on loopback anybody may say anything
             while True:
                 message = self._from_ranks.decode(self._desk.recv_multipart(zmq.NOBLOCK)[-1])
                 if isinstance(message, Register):
@@ -104,7 +104,7 @@ class HostGuardian:
 
     def _hear_frontend(self) -> None:
         broken, made = self._line.read_news()
-        with suppress(zmq.Again):
+        with suppress(zmq.Again, msgspec.MsgspecError):
             while True:
                 message = self._from_frontend.decode(self._line.socket.recv(zmq.NOBLOCK))
                 if isinstance(message, Scale) and not (broken or made):  # else it came on a connection that is gone
