@@ -21,6 +21,8 @@ from hw.quant import QuantTensor
 
 # The library's own masked layout is whole tiles of DeepGEMM only for such a number of rows for each expert.
 _ALIGN_ROWS = 128
+# Multiprocessors that the normal mode holds: alone, and beside another micro-batch that computes.
+_NUM_SMS, _NUM_SMS_BESIDE = 48, 20
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class NormalHandle:
     """How to send partial sums home."""
 
     received: Any  # the library's
+    config: Any  # the library's, of the way back
     local: Dispatched  # what was received, copied to each local expert
     weight: torch.Tensor  # [num_received, k] fp32, of the local experts
 
@@ -51,6 +54,8 @@ class DeepEpComm:
         self._rows_per_rank = _round_up(max_tokens_per_rank, _ALIGN_ROWS // self._size if _ALIGN_ROWS % self._size == 0 else _ALIGN_ROWS)
         self._local = LocalExpertComm(max_tokens_per_rank)
         self._buffers: dict[tuple[int, int], Any] = {}  # by hidden size and local experts
+        # By whether the step is overlapped.
+        self._configs = {beside: _configs(library, self._size, num) for beside, num in ((False, _NUM_SMS), (True, _NUM_SMS_BESIDE))}
 
     def reserve(self, hidden_size: int, num_local_experts: int, dtype: torch.dtype) -> None:
         """Make the buffer, once: its size is set by the mode and the cap, not by the tokens of a step."""
@@ -60,7 +65,7 @@ class DeepEpComm:
     def _make(self, hidden_size: int, num_local_experts: int) -> Any:
         buffer = self._library.Buffer
         num_experts = num_local_experts * self._size
-        configs = (buffer.get_dispatch_config(self._size), buffer.get_combine_config(self._size))
+        configs = (config for pair in self._configs.values() for config in pair)
         num_rdma_bytes = buffer.get_low_latency_rdma_size_hint(self._rows_per_rank, hidden_size, self._size, num_experts)
         return buffer(
             None,
@@ -89,6 +94,7 @@ class DeepEpComm:
         return Dispatched(step.mode, rows, counts, None, LowLatencyHandle((buffer, handle), topk_phy), expected)
 
     def _normal(self, buffer: Any, x: Rows, topk_phy, topk_weight, step: ExpertStep, num_local: int) -> Dispatched:
+        there, back = self._configs[step.overlapped]
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_phy, num_local * self._size)
         wire = (x.data, x.scale.contiguous()) if isinstance(x, QuantTensor) else x.contiguous()
         rows, local_idx, weight, counts, handle, _ = buffer.dispatch(
@@ -98,10 +104,11 @@ class DeepEpComm:
             num_tokens_per_expert=per_expert,
             topk_idx=topk_phy,
             topk_weights=topk_weight.contiguous(),
+            config=there,
         )
         arrived = Activation(rows) if isinstance(rows, torch.Tensor) else Activation(None, QuantTensor(*rows, block=(1, 128)))
         local = self._local.dispatch(arrived, local_idx, weight, step, num_local, counts)
-        return Dispatched(step.mode, local.x, local.counts, local.layout, NormalHandle((buffer, handle), local, weight))
+        return Dispatched(step.mode, local.x, local.counts, local.layout, NormalHandle((buffer, handle), back, local, weight))
 
     def combine(
         self, y: torch.Tensor, topk_weight: torch.Tensor, dispatched: Dispatched, shared: torch.Tensor | None = None
@@ -110,11 +117,17 @@ class DeepEpComm:
         if isinstance(handle, NormalHandle):
             buffer, received = handle.received
             partial = self._local.combine(y, handle.weight, handle.local)
-            total, _, _ = buffer.combine(partial, received)
+            total, _, _ = buffer.combine(partial, received, config=handle.config)
         else:
             buffer, received = handle.received
             total, _, _ = buffer.low_latency_combine(y, handle.topk_phy, topk_weight.contiguous(), received)
         return total if shared is None else total + shared
+
+
+def _configs(library: ModuleType, size: int, num_sms: int) -> tuple[Any, Any]:
+    """The library's own for so many ranks and multiprocessors, of the normal mode: there, and back."""
+    library.Buffer.set_num_sms(num_sms)
+    return library.Buffer.get_dispatch_config(size), library.Buffer.get_combine_config(size)
 
 
 class _Exchange:
