@@ -230,13 +230,12 @@ def test_prefill_steps_wait_for_nothing(device: str, fp8: bool, tmp_path: Path):
 def test_a_wait_in_a_decode_step_is_found(device: str):
     driver = steady(SETTINGS["greedy"], device=device)
     runtime = driver.engine.backend.runtime
-    upload = runtime.upload
+    download = runtime.download
 
-    def hasty(array):
-        result = upload(array)
-        result.sum().item()
-        return result
+    def hasty(tensors):
+        tensors[0].sum().item()
+        return download(tensors)
 
-    runtime.upload = hasty
+    runtime.download = hasty
     with no_waiting(runtime.device), pytest.raises(RuntimeError, match="synchron"):
         driver.step()
