@@ -51,17 +51,33 @@ def test_init_files_hold_nothing_but_words():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """Built from a copy, so that the checkout gets no build folder."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory) -> Path:
+    """A copy to build from, so that the checkout gets no build folder. It bears the name that a clone has."""
+    folder = tmp_path_factory.mktemp("home") / "deepserve"
     for root in ROOTS:
-        shutil.copytree(ROOT / root, source / root, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / root, folder / root, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    program = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def built(how: str, source: Path, out: Path) -> zipfile.ZipFile:
+    program = f"import sys; from setuptools import build_meta; print(build_meta.{how}(sys.argv[1]))"
     result = subprocess.run([sys.executable, "-c", program, str(out)], cwd=source, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> zipfile.ZipFile:
+    return built("build_wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(source, tmp_path):
+    built("build_editable", source, tmp_path).extractall(tmp_path / "site")
+    program = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import deepserve; print(deepserve.__file__)"
+    result = subprocess.run([sys.executable, "-S", "-c", program], cwd=source.parent, capture_output=True, text=True)
+    assert result.stdout.strip() == str(source / "deepserve" / "__init__.py"), result.stderr
 
 
 def test_wheel_holds_every_file(wheel):
