@@ -194,7 +194,11 @@ class EngineClient:
     # -- wire --
 
     def _serving(self) -> Iterator[Engine]:
-        return (engine for engine in self.engines.values() if not engine.leaving and engine.instance not in self._quiet)
+        return (engine for engine in self.engines.values() if not self._is_out(engine))
+
+    def _is_out(self, engine: Engine) -> bool:
+        """It gets nothing new. One that is being lost is still known, so that it hears of what it has lost."""
+        return engine.leaving or engine.instance in self._quiet or engine.silent_s > self._silence_limit_s
 
     def _engine_at(self, place: Place | None) -> Engine | None:
         key = None if place is None else (place.instance, place.dp_rank)

@@ -56,6 +56,21 @@ def test_a_death_of_which_a_guardian_tells(server):
     assert [engine.register.pid for engine in server.frontend.client.engines.values()] == [13]
 
 
+def test_what_a_silent_rank_had_not_begun_runs_on_another_one(serve):
+    """Never again on the silent one, however little it has to do then."""
+    server = serve(engine_silence_limit_s=0.4)
+    silent = server.engine(pid=11, outlived=True, hold_after=0)
+    moved = server.in_background(lambda: server.http.post("/v1/completions", json=PROMPT))
+    silent.wait_for(lambda: silent.submitted, "the request")
+    busy = server.engine(pid=12, dp_rank=1, outlived=True, hold_after=0)
+    other = server.in_background(lambda: server.http.post("/v1/completions", json={**PROMPT, "n": 4}))
+    busy.wait_for(lambda: busy.submitted, "the other request")
+    silent.mute()
+    busy.wait_for(lambda: len(busy.submitted) == 2, "both requests")
+    busy.release()
+    assert [answer.result(10).status_code for answer in (moved, other)] == [200, 200]
+
+
 def test_commands_and_their_answers(serve):
     server = serve(admin_api_key=("root",))
     server.engine(instance="decode0")
