@@ -63,5 +63,5 @@ def _unabsorb_tile(num_tokens: int, num_heads: int, value: int, quant: bool) -> 
     if num_heads < _MANY_HEADS and not quant:  # few heads fill the GPU only in pieces
         return (16, 128, min(32, whole), 4, 4) if num_tokens <= 32 else (64, 128, min(32 if num_tokens <= 64 else 64, whole), 4, 4)
     if num_tokens <= 32:
-        return 16, 64, whole, 8, 8
+        return (16, 64, whole, 8, 8) if num_tokens <= 16 else (16, 128, whole, 4, 3)
     return (64, 64, whole, 8, 4) if num_tokens <= 128 else (128, 64, whole, 8, 3)
