@@ -63,6 +63,7 @@ class Pages:
         self._published: dict[bytes, tuple[int, bytes]] = {}  # hash -> page, its tokens
         self._hash_of: dict[int, bytes] = {}  # inverse of _published
         self._transfers: dict[str, Transfer] = {}
+        self._written: dict[int, int] = {}  # pages that a step in flight may still write to for who gave them up -> the latest such step
 
     # Allocation
 
@@ -103,8 +104,13 @@ class Pages:
         taken.reverse()
         return taken
 
-    def release(self, pages: list[int]) -> None:
-        """Give up a sequence's pages, in its order. The tail is evicted first: a prefix is useful without its tail, not the reverse."""
+    def release(self, pages: list[int], step: int | None = None) -> None:
+        """Give up a sequence's pages, in its order. The tail is evicted first: a prefix is useful without its tail, not the reverse.
+
+        step: the latest in flight with the sequence in it. Later steps write after it, so they may have the pages; see `may_be_written`.
+        """
+        if step is not None:
+            self._written |= dict.fromkeys(pages, step)
         for page in reversed(pages):
             assert self._num_users[page] > 0, f"page {page} is not held"
             self._num_users[page] -= 1
@@ -113,6 +119,15 @@ class Pages:
                     self._cached[page] = None
                 else:
                     self._free.append(page)
+
+    def may_be_written(self, pages: list[int]) -> bool:
+        """Whether a step in flight may still write to some of these: then nobody else may, who does not wait for the device."""
+        return not self._written.keys().isdisjoint(pages)
+
+    def end_writes(self, step: int) -> None:
+        """Steps up to this one are no longer in flight."""
+        if self._written:
+            self._written = {page: last for page, last in self._written.items() if last > step}
 
     # Prefix cache
 

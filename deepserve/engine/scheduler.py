@@ -169,6 +169,7 @@ class Scheduler:
     def discard(self) -> None:
         """Drop the plans in flight, if any; the next plan tells the runner everything again."""
         self._in_flight.clear()
+        self.pages.end_writes(self._num_planned)
         for sequence in self.running:
             sequence.num_started = sequence.num_computed
             sequence.num_expected = len(sequence.tokens)
@@ -261,7 +262,7 @@ class Scheduler:
         self.stats.num_preemptions += 1
 
     def _vacate(self, sequence: Sequence) -> None:
-        self.pages.release(sequence.pages)
+        self.pages.release(sequence.pages, self._in_flight[-1].plan.step if self._in_flight else None)
         sequence.pages = []
         sequence.page_hashes = []
         if sequence in self._untold:
@@ -344,6 +345,7 @@ class Scheduler:
         """Advance by the oldest plan in flight. Returns news for clients; finished sequences have left and freed their pages."""
         assert self._in_flight and self._in_flight[0].plan.step == result.step, "a result without its plan"
         step = self._in_flight.popleft()
+        self.pages.end_writes(result.step)
         plan = step.plan
         self.stats.num_steps += 1
         outputs: list[SequenceOutput] = []

@@ -80,6 +80,7 @@ class DecodeRole:
         self._fence = Fence(descriptions, command)
         self._asked: deque[tuple[Reserve, Any]] = deque()
         self._incoming: dict[Attempt, _Incoming] = {}
+        self._untold: list[tuple[Any, Reservation]] = []  # of pages that a step in flight may write to
 
     @property
     def num_asked(self) -> int:
@@ -154,6 +155,7 @@ class DecodeRole:
         self._finish_generation(now_s)
         while self._asked and self._fence.is_open and self._reserve(*self._asked[0], now_s):
             self._asked.popleft()
+        self._tell()
         return outputs
 
     def abort(self, request_ids: list[str], now_s: float) -> None:
@@ -195,8 +197,20 @@ class DecodeRole:
             descriptions=descriptions,
             lease_s=reserve.lease_s,
         )
-        self._send(line, None, reservation)
+        self._untold.append((line, reservation))
         return True
+
+    def _tell(self) -> None:
+        """A writer elsewhere comes behind no step of this device, so it is told of pages once none in flight writes to them."""
+        untold, self._untold = self._untold, []
+        for line, reservation in untold:
+            incoming = self._incoming.get(reservation.attempt)
+            if incoming is None or incoming.quarantined:
+                continue
+            if self._pages.may_be_written(reservation.pages):
+                self._untold.append((line, reservation))
+            else:
+                self._send(line, None, reservation)
 
     def _take_over(self, incoming: _Incoming) -> list[SequenceOutput]:
         submit = incoming.reserve.submit

@@ -126,6 +126,34 @@ def as_writer(process: subprocess.Popen) -> Process:
     return msgspec.structs.replace(this_process(), pid=process.pid, started=_stat(process.pid)[1])
 
 
+def test_no_page_is_offered_that_a_step_in_flight_writes_to(tmp_path, network):
+    """A remote writer is not in the order of the device's steps, so it waits for a step whose sequence is gone."""
+    folder = minimal_folder(tmp_path)
+    pair = Pair(make(folder), make(folder, async_scheduling=True), lease_s=LEASE_S, clock=network.clock)
+    scheduler, rows = pair.decode.engine.scheduler, pair.decode.engine.runner.rows
+    offered: list[bool] = []
+
+    def look(message: Any) -> bool:
+        if isinstance(message, Reservation):
+            written = {page for step in scheduler._in_flight for row in step.plan.rows for page in rows.page_table[row].tolist()}
+            offered.append(written.isdisjoint(message.pages))
+        return False
+
+    pair.loses = look
+    for name in ("stays", "first", "second", "third"):
+        pair.submit(name, PROMPT, max_tokens=100 if name == "stays" else 50)
+        while name not in pair.decode.adopted:
+            pair.turn()
+            move_all(pair, network)
+        pair.turn()
+        assert scheduler._in_flight
+        if name != "stays":
+            pair.decode.abort(name)
+    assert offered == [True] * 4
+    pair.decode.abort("stays")
+    drain(pair, network)
+
+
 def stand_still(pair: Pair, network: FakeNetwork, num_turns: int = 4) -> dict[PageState, int]:
     """The prefill side does and hears nothing; pages of the decode side after a while."""
     pair.loses = lambda message: isinstance(message, Settled | Progress)
