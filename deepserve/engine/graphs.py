@@ -218,7 +218,7 @@ class DecodeGraphs:
     def run_target(self, plan: StepPlan, rows: Rows, step: ExpertStep) -> Replayed:
         """Queue the pass and the draws of a step that `fits`."""
         key = self._key(plan)
-        last = max(plan.starts) + 2 * plan.query_len
+        last = max(plan.starts) + plan.query_len + plan.num_drafts  # drafts reach that far if all before them stand
         told = key, plan.rows, rows.num_changes, -(-last // self._state.page_size)
         if told != self._told:
             self._tell(key, plan, rows, width=told[-1])

@@ -5,6 +5,7 @@ import torch
 
 from deepserve.config import SpeculativeConfig
 from deepserve.engine.graphs import DRAW_FIELDS, FIELDS, Layout, graph_sizes
+from tests.deepserve.engine.drafting import minimal_mtp_folder
 from tests.deepserve.engine.driving import Driver, Request, make_engine, minimal_folder, run_together
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -163,3 +164,22 @@ def test_drafts_in_graphs_that_are_filled_up(monkeypatch):
             graphs._drafters[key] = lambda key=key, replay=replay: (replayed.add(key[0]), replay())[1]
         assert run_together(engine, requests) == expected
         assert replayed >= wanted
+
+
+def test_drafts_that_cross_a_page_know_the_next_one(tmp_path):
+    """Drafts behind a step that verifies none reach further than its tokens: not to what another step has left of its page table."""
+    speculative = SpeculativeConfig(num_speculative_tokens=4)
+    args = {"model": minimal_mtp_folder(tmp_path), "load_format": "dummy", "graphs": True, "num_pages": 6}
+    engine = make_engine(**args, speculative_config=speculative)
+    driver, page_size, left = Driver(engine), engine.config.page_size, 5
+    driver.submit("r", Request([3 + i % 50 for i in range(page_size - 6)], {**GREEDY, "max_tokens": 30}))
+    for chosen in (0, 4, 4, 4, 0, 4):
+        engine.scheduler.drafts.choose = lambda num_seqs, chosen=chosen: chosen
+        (sequence,) = engine.scheduler.running or [None]
+        if sequence is not None and len(sequence.pages) == 2:
+            with torch.inference_mode():
+                engine.runner.graphs._page_table[:, 1] = left
+        driver.step()
+    assert (len(sequence.tokens), len(sequence.pages)) == (page_size, 2)
+    engine.runner.wait()
+    assert engine.runner.caches[-1][left].count_nonzero() == 0 and engine.runner.caches[-1][sequence.pages[1]].count_nonzero() > 0
