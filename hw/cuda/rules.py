@@ -64,6 +64,8 @@ def _peers(shape: Dispatch) -> str | None:
         return "for low-latency steps"
     if shape.num_ranks > PEERS_MOST_RANKS:
         return f"{shape.num_ranks} ranks, a host has up to {PEERS_MOST_RANKS}"
+    if shape.hidden_size * shape.dtype.itemsize % 4:
+        return f"hidden size {shape.hidden_size} in {shape.dtype}, it copies 4 bytes at a time"
     rows = shape.num_ranks * shape.tokens_per_rank
     return f"{rows} rows an expert may get, it numbers {PEERS_MOST_ROWS}" if rows > PEERS_MOST_ROWS else None
 

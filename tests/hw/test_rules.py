@@ -20,6 +20,7 @@ from hw.cuda.rules import (
     PEERS,
     TRITON,
     Dispatch,
+    refuses_fused,
 )
 from hw.quant import QuantTensor, scale_shape
 from hw.rules import Decode, ModelShapes, Product, Provider, choose
@@ -87,6 +88,27 @@ def test_products_of_few_rows():
     assert choose("product", MASKED, Product.of(1, BF16, torch.empty(8, 64, 256, device="meta"))).served_by == TRITON
 
 
+def test_experts_of_few_tokens_in_two_kernels():
+    """What their tiles divide, a warp for each expert of a token, and few tokens among many experts."""
+    lite = torch.empty(64, 2816, 2048, device="meta")
+    for rows, top_k, dtype, weight, why in (
+        (1, 6, BF16, lite, None),
+        (1, 8, BF16, lite, None),
+        (2, 8, BF16, lite, None),
+        (2, 9, BF16, lite, "9 experts of a token"),
+        (1, 9, BF16, lite, "9 experts of a token"),
+        (3, 6, BF16, lite, "3 tokens are likely to share experts"),
+        (1, 1, BF16, lite[:1], None),
+        (2, 1, BF16, lite[:1], "2 tokens are likely to share experts"),
+        (1, 6, torch.float32, lite, "activations in torch.float32"),
+        (1, 6, BF16, fp8(8, 4096, 7168), "for bf16 weights"),
+        (1, 6, BF16, torch.empty(64, 2816, 2112, device="meta"), "K 2112"),
+        (1, 6, BF16, torch.empty(64, 2880, 2048, device="meta"), "N 2880"),
+    ):
+        reason = refuses_fused(Product.of(rows, dtype, weight), top_k)
+        assert reason is None if why is None else reason.startswith(why), (rows, top_k, reason)
+
+
 def test_inspect_leaves_no_op_out():
     products = {"down": fp8(2112, 7168), "experts": fp8(8, 4096, 7168)}
     shapes = ModelShapes(BF16, decode(), products, top_k=8, max_rows=2048, max_low_latency_rows=128)
@@ -100,6 +122,7 @@ def test_who_brings_rows_to_experts():
         (ExpertMode.LOW_LATENCY, BF16, 7168, 256, 8, PEERS),
         (ExpertMode.LOW_LATENCY, torch.float32, 200, 4096, 2, PEERS),
         (ExpertMode.LOW_LATENCY, BF16, 7168, 16384, 8, NCCL),
+        (ExpertMode.LOW_LATENCY, BF16, 201, 256, 2, NCCL),
         (ExpertMode.LOW_LATENCY, BF16, 7168, 256, 16, DEEP_EP),
         (ExpertMode.LOW_LATENCY, BF16, 7168, 512, 16, NCCL),
         (ExpertMode.THROUGHPUT, BF16, 7168, 512, 2, DEEP_EP),
