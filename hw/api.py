@@ -280,7 +280,7 @@ class Ops(Protocol):
         """
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
-        """Log-softmax at `tokens` `[R]` and the `num_top` best. logits `[R, V]` fp32."""
+        """Log-softmax at `tokens` `[R]` and the `num_top` best, of equals the lower token first. logits `[R, V]` fp32."""
 
 
 @dataclass(frozen=True)

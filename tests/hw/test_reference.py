@@ -264,6 +264,14 @@ def test_logprobs():
         close(result.top[row], exact[row, order], "top")
 
 
+def test_the_best_do_not_depend_on_how_many_are_wanted():
+    """As in company: of equal logits, which are many in bfloat16, the lower token comes first."""
+    logits = (torch.randn(6, 4000) * 3).bfloat16().float()
+    order = logits.sort(descending=True, stable=True).indices
+    for num in (0, 1, 2, 5, 40, 300, 4000):
+        assert torch.equal(OPS.logprobs(logits, torch.arange(6), num).top_ids, order[:, :num]), num
+
+
 def test_greedy_takes_the_highest_and_of_equals_the_first():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-9.0, -8.0, -7.0, -6.0]])
     ones, none = torch.ones(3), torch.zeros(3, dtype=torch.int64)

@@ -200,15 +200,26 @@ class ReferenceOps:
     def logprobs(self, logits, tokens, num_top):
         logprobs = logits.log_softmax(-1)
         token = logprobs.gather(1, tokens[:, None])
-        top = logprobs.topk(num_top, dim=-1)
-        # Ranks compare logits: the subtraction above can round different ones to the same value.
+        # Ranks and the best compare logits: the subtraction above can round different ones to the same value.
         rank = (logits > logits.gather(1, tokens[:, None])).sum(-1) + 1
-        return Logprobs(token[:, 0], rank, top.indices, top.values)
+        top_ids = best_tokens(logits, num_top)
+        return Logprobs(token[:, 0], rank, top_ids, logprobs.gather(1, top_ids))
 
 
 def softmax_or_zero(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dim by its log-sum-exp `lse`; a row of nothing but -inf gives zeros."""
     return (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp_()
+
+
+def best_tokens(logits: torch.Tensor, num: int) -> torch.Tensor:
+    """`[R, num]` int64, the best first. Of equal logits `topk` keeps any, and which ones depends on `num`, that is on the company."""
+    best = torch.empty(logits.shape[0], num, dtype=torch.int64)
+    if num:
+        lowest = logits.topk(num, dim=-1).values[:, -1]
+        for row, scores in enumerate(logits):
+            tokens = (~(scores < lowest[row])).nonzero()[:, 0]
+            best[row] = tokens[scores[tokens].sort(descending=True, stable=True).indices[:num]]
+    return best
 
 
 def num_outputs(weight: Matrix) -> int:
