@@ -22,9 +22,14 @@ class Guardians:
         return sum(word.num_more for _, word in self._known.values())
 
     def on_word(self, identity: bytes, word: Guardian) -> None:
-        """It is there, or it answers."""
+        """It is there, or it answers. On another connection than that on which it was asked it only is there."""
+        asked, before = self._asked.get(word.instance), self._known.get(word.instance)
         self._known[word.instance] = identity, word
-        if (asked := self._asked.pop(word.instance, None)) is not None and not asked.done():
+        if asked is None or asked.done():
+            return
+        if before is not None and before[0] != identity:
+            asked.set_exception(ValueError(f"the guardian of instance {word.instance!r} lost its connection before it answered"))
+        else:
             asked.set_result(word)
 
     async def scale(self, instance: str, dp: int) -> None:

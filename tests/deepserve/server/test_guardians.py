@@ -105,3 +105,15 @@ def test_a_guardian_that_is_gone(serve, instance: str):
         wait_until_known(server)
     reply = server.http.post("/scale", json={"dp": 2, "instance": instance}, **ADMIN)
     assert reply.status_code == 400 and "the guardian of instance 'decode0' cannot be reached" in reply.text
+
+
+def test_a_guardian_that_comes_back_has_not_answered(serve):
+    """Its connection broke, and what it was told with it."""
+    server = serve(admin_api_key=("root",))
+    with guardian(server) as line:
+        wait_until_known(server)
+        answer = server.in_background(lambda: server.http.post("/scale", json={"dp": 2, "instance": "decode0"}, **ADMIN))
+        assert hear(line) == Scale(2)
+        with guardian(server):
+            reply = answer.result(10)
+    assert reply.status_code == 400 and "the guardian of instance 'decode0' lost its connection" in reply.text
