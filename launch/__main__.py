@@ -1,6 +1,7 @@
 """Command line of cluster tools: `python -m launch render | up | slurm | k8s | preflight`."""
 
 import argparse
+import os
 import socket
 import sys
 from pathlib import Path
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     flags = _parser().parse_args(argv)
     try:
-        return flags.run(flags)
+        status = flags.run(flags)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end, when it flushes the rest
+        return 1
     except ValueError as error:
         print(f"deepserve: {error}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 """The cluster file: what it says, what it refuses, and the lines that follow from it. Nothing is started."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -199,6 +200,15 @@ def launch(*words: str) -> subprocess.CompletedProcess:
 def test_render_prints_what_runs_where(tmp_path, pd):
     ended = launch("render", str(pd.path))
     assert ended.returncode == 0 and ended.stdout == render(pd) + "\n"
+
+
+def test_a_reader_that_has_read_enough_is_no_traceback(pd):
+    """As `launch render ... | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        ended = subprocess.run([sys.executable, "-m", "launch", "render", str(pd.path)], cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE)
+    assert ended.returncode == 1 and ended.stderr == b""
 
 
 def test_up_needs_to_know_which_host_this_is(tmp_path):
