@@ -74,7 +74,7 @@ def _add_operations(app: FastAPI, state: ServerState):
     @app.get("/ready")
     async def ready() -> Response:
         if not state.ready:
-            raise no_engine(f"{len(state.client.engines)} of {state.num_engines} engine ranks have registered")
+            raise no_engine(f"{len(state.client.engines)} of {state.num_wanted} engine ranks have registered")
         return _json({"status": "ready", "engines": len(state.client.engines)})
 
     @app.get("/metrics")

@@ -87,8 +87,13 @@ class ServerState:
         return not self.draining and self.client.can_serve
 
     @property
+    def num_wanted(self) -> int:
+        """Engine ranks that /ready waits for, with those that instances of a cluster were scaled by."""
+        return self.num_engines + self.client.guardians.num_more
+
+    @property
     def ready(self) -> bool:
-        return self.healthy and len(self.client.engines) >= self.num_engines + self.client.guardians.num_more
+        return self.healthy and len(self.client.engines) >= self.num_wanted
 
     async def scale(self, instance: str, dp: int):
         """Have an instance get so many DP replicas. Raises ValueError where that cannot be."""

@@ -86,7 +86,8 @@ def test_commands_and_their_answers(serve):
             assert hear(line) == Scale(3)
             say(line, Guardian("decode0", num_more=1))
             assert answer.result(10).status_code == 202
-        assert server.http.get("/ready").status_code == 503, "one more is wanted"
+        missing = server.http.get("/ready")
+        assert missing.status_code == 503 and "1 of 2 engine ranks have registered" in missing.text, "one more is wanted"
         server.engine(instance="decode0", dp_rank=1)
         assert server.http.get("/ready").status_code == 200
         answer = scale(dp=99)
