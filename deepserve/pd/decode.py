@@ -88,6 +88,11 @@ class DecodeRole:
         return len(self._asked)
 
     @property
+    def is_offering(self) -> bool:
+        """Whether `turn` may offer pages to writers."""
+        return bool(self._asked or self._untold)
+
+    @property
     def is_live(self) -> bool:
         """Whether a hand-off may still succeed, and has its pages."""
         return any(not incoming.quarantined for incoming in self._incoming.values())

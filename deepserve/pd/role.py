@@ -139,7 +139,7 @@ class HandOffs:
             self._prefill.turn(now_s)
             return []
         if self._decode is not None:
-            if self._decode.num_asked:
+            if self._decode.is_offering:
                 self._engine.runner.wait()  # drafts are written beside the host's work, to pages that may be given away now
             for part in parts:
                 self._decode.on_part(0, part, now_s)
