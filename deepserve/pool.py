@@ -126,8 +126,8 @@ class RankPool:
                     raise RankLost(f"{self._first_death()}: {error}")
 
     def _first_death(self) -> str:
-        """Whose end it was, after a rank has said that it ends; the one to blame may take longer."""
-        deadline = time.monotonic() + BLAME_S
+        """Whose end it was, after a rank has said that it ends; it may take a while to be gone, and the one to blame longer."""
+        deadline = time.monotonic() + 2 * BLAME_S
         while (death := self._instance.poll()) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return str(death or "a rank ended")

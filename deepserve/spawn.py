@@ -71,6 +71,7 @@ class LocalInstance:
         self._started_s: dict[int, float] = {}  # the latest life of each DP replica
         self._leaving: set[int] = set()  # DP replicas that were told to
         self._draining = False
+        self._blame_until_s: float | None = None  # after a rank ended since it had lost another one
         self.num_more = 0  # DP replicas that were asked for beyond those of `args`; below 0: fewer
 
     def start(self, *frontends: str) -> None:
@@ -105,7 +106,7 @@ class LocalInstance:
         return range(dp * self.args.tensor_parallel_size, (dp + 1) * self.args.tensor_parallel_size)
 
     def poll(self, serving: Collection[int] = ()) -> RankDeath | None:
-        """The rank whose death ended the instance, None while all live. Waits a moment for it to show.
+        """The rank whose death ended the instance, None while all live, and for `BLAME_S` at most while it has not shown. Never waits.
 
         serving: processes of leaders of TP groups that have registered. Where the instance outlives the loss of ranks, it goes on as long
         as one of these lives: what is lost is started again, told at once, and told once.
@@ -117,20 +118,20 @@ class LocalInstance:
                     for rank in ranks:
                         del self._processes[rank]
         if all(process.poll() is None for process in self._processes.values()):
+            self._blame_until_s = None
             return None
         if self.args.on_rank_death == "replan" and (death := self._replace_dead(serving)):
             return death
-        deadline = time.monotonic() + BLAME_S
-        while True:
-            deaths = [self._death(rank) for rank, process in self._processes.items() if process.poll() is not None]
-            guilty = [death for death in deaths if death.code != EXIT_PEER_LOST]
-            if guilty:
-                return guilty[0]
-            if time.monotonic() > deadline:
-                alive = (rank for rank, process in self._processes.items() if process.poll() is None)
-                stuck = next(alive, None)
-                return deaths[0] if stuck is None else RankDeath(stuck, self._processes[stuck].pid, EXIT_PEER_LOST, ended=False)
-            time.sleep(0.01)
+        deaths = [self._death(rank) for rank, process in self._processes.items() if process.poll() is not None]
+        guilty = [death for death in deaths if death.code != EXIT_PEER_LOST]
+        if guilty:
+            return guilty[0]
+        if self._blame_until_s is None:
+            self._blame_until_s = time.monotonic() + BLAME_S
+        if time.monotonic() < self._blame_until_s:
+            return None
+        stuck = next((rank for rank, process in self._processes.items() if process.poll() is None), None)
+        return deaths[0] if stuck is None else RankDeath(stuck, self._processes[stuck].pid, EXIT_PEER_LOST, ended=False)
 
     def _replace_dead(self, serving: Collection[int]) -> RankDeath | None:
         """Tell the others who is dead and start it again, with its TP group; None if nobody is left to tell."""
