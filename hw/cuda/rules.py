@@ -166,13 +166,13 @@ def refuses_fused(shape: Product, top_k: int) -> str | None:
         reason = reason or f"{top_k} experts of a token, it has a warp for each of at most {MOST_FUSED_TOP_K}"
     # Every token reads its experts by itself, which pays while few of them are the same.
     crowded = shape.rows > 1 and FUSED_SPREAD * shape.rows * top_k > (shape.experts or 1)
-    return reason or (f"{shape.rows} tokens are likely to share experts" if crowded else None)
+    return reason or ("so many tokens are likely to share experts" if crowded else None)
 
 
 def _tokens_up_to(most: int, shape: Absorb) -> str | None:
     if shape.dtype != torch.bfloat16:
         return f"activations in {shape.dtype}, it takes {torch.bfloat16}"
-    return f"{shape.rows} tokens, more than the {most} up to which it is faster" if shape.rows > most else None
+    return f"more than the {most} tokens up to which it is faster" if shape.rows > most else None
 
 
 ABSORB = (Candidate(TRITON, partial(_tokens_up_to, ABSORB_MOST_ROWS)), Candidate(CUBLAS, takes_all))
