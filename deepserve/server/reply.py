@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 
 import msgspec
 from starlette.responses import Response
@@ -16,7 +17,7 @@ from deepserve.server.state import ServerState
 _DONE = b"data: [DONE]\n\n"
 
 
-class Form:
+class Form(ABC):
     """What the replies of both routes share; each has its own shapes of the same news."""
 
     def __init__(
@@ -37,13 +38,13 @@ class Form:
         self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._usage_in_every_chunk = request.usage_in_every_chunk
 
+    @abstractmethod
     def chunk(self, choice: Choice, news: News) -> bytes:
         """One or more events, or nothing when there is nothing to tell."""
-        raise NotImplementedError
 
+    @abstractmethod
     def body(self, choices: list[tuple[Choice, News]]) -> bytes:
         """The whole reply."""
-        raise NotImplementedError
 
     def usage_chunk(self) -> bytes:
         return self._head + self._usage_tail()

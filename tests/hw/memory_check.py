@@ -22,7 +22,8 @@ from hw.api import Activation, ExpertComm, ExpertMode, ExpertStep, Segments
 from hw.groups import Group
 from hw.quant import QuantTensor, quantize_weight_blocks
 from hw.select import open_backend
-from tests.hw.test_parity import TABLE, skips, to_device
+from tests.hw.op_calls import TABLE, skips
+from tests.hw.test_parity import to_device
 
 # Ops whose later cases run other kernels: filters, splits, several queries.
 EVERY_CASE = {"sample", "mla_decode", "mla_prefill", "latent_gather"}

@@ -13,7 +13,8 @@ from hw.quant import QuantTensor, dequantize, quantize_activation, quantize_weig
 from hw.select import open_backend
 from hw.testing import assert_close, available_backends, tolerance
 from hw.topology import ParallelConfig
-from tests.hw.test_parity import Call, check, normal, pages, segments, table, to_device, weight
+from tests.hw.op_calls import Call, normal, pages, segments, table, weight
+from tests.hw.test_parity import check, to_device
 
 pytestmark = pytest.mark.skipif("cuda" not in available_backends(), reason="needs an NVIDIA GPU")
 BF16 = torch.bfloat16

@@ -7,7 +7,8 @@ from hw.api import Activation, ExpertMode, ExpertStep
 from hw.quant import QuantTensor, dequantize, quantize_activation, quantize_weight_blocks
 from hw.select import open_backend
 from hw.testing import assert_close, available_backends, tolerance
-from tests.hw.test_parity import Call, check, normal, pages, some_experts, to_device, weight
+from tests.hw.op_calls import Call, normal, pages, some_experts, weight
+from tests.hw.test_parity import check, to_device
 
 pytestmark = pytest.mark.skipif("cuda" not in available_backends(), reason="needs an NVIDIA GPU")
 BF16 = torch.bfloat16
