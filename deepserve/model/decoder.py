@@ -202,7 +202,7 @@ class Decoder:
         meta = meta.planned(self.ops.decode_plan())
         lens = even_slices(token_ids.shape[0], self.tp.size)
         first = sum(lens[: self.tp.rank])
-        x, residual = self.embedding[token_ids[first : first + lens[self.tp.rank]]], None
+        x, residual = self._embed(token_ids[first : first + lens[self.tp.rank]]), None
         for layer, cache in zip(self.layers, caches[: len(self.layers)], strict=True):
             x, residual = yield from layer.turns(x, residual, meta, cache, step, lens)
         normed, _ = self.ops.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
@@ -238,7 +238,11 @@ class Decoder:
         """This TP rank's slice of the next tokens and hidden states, as the MTP module's block takes them."""
         first = sum(lens[: self.tp.rank])
         mine = slice(first, first + lens[self.tp.rank])
-        return self.draft_head.join(self.embedding[next_ids[mine]], hidden[mine])
+        return self.draft_head.join(self._embed(next_ids[mine]), hidden[mine])
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        # Not an index: on a CPU that calls threads for a hundred tokens, and they keep their cores for milliseconds after it.
+        return self.embedding.index_select(0, token_ids)
 
     def idle(self, step: ExpertStep) -> None:
         """A step without tokens of ours: this rank's experts serve the others' tokens."""

@@ -39,6 +39,10 @@ def _pick(source: torch.Tensor, indices: list, *, result: torch.Tensor) -> list[
     return [_rows(result, source, num_bytes, _step(source), len(idx), num_bytes, source_idx=idx)]
 
 
+def _select(source: torch.Tensor, dim: int, idx: torch.Tensor, *, result: torch.Tensor) -> list[Call] | None:
+    return None if dim else _pick(source, [idx], result=result)
+
+
 def _put(to: torch.Tensor, indices: list, values: torch.Tensor, accumulate: bool = False, *, result: torch.Tensor) -> list[Call] | None:
     idx, num_bytes = indices[0], _inner_bytes(to)
     if len(indices) > 1 or accumulate or not _is_index(idx) or num_bytes is None or values.dtype is not to.dtype:
@@ -97,6 +101,7 @@ _KNOWN: dict[torch._ops.OpOverload, Callable[..., list[Call] | None]] = {
     _aten.copy_.default: _copy,
     _aten._to_copy.default: _convert,
     _aten.index.Tensor: _pick,
+    _aten.index_select.default: _select,
     _aten.index_put_.default: _put,
     _aten.cat.default: _join,
     _aten.add.Tensor: _add,

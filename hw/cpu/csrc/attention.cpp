@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int kBlock = 64;                    // keys at a time
-constexpr int64_t kWorthSharing = 1 << 18;  // multiplications, less than 10 us of them; fewer are done before others have come
+constexpr int64_t kWorthSharing = 1 << 16;  // multiplications, about 2 us of them; fewer are done before others have come
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // Maximum and sum of one query so far; `decay` is what its older sums are to be multiplied by.

@@ -25,11 +25,12 @@ constexpr int64_t kAheadBytes = 32 << 10;   // of weights that are on their way
 constexpr int kFewRows = 2;                 // nothing is done for them but reading
 constexpr int64_t kNearBytes = 2 << 10;     // of weights that are on their way then
 constexpr int64_t kAheadRows = 32;          // the same, where weights lie by inner rows
+constexpr int64_t kNarrow = 128;            // columns whose sums stay in registers rather than in the cache
 constexpr int kShortPieces = 8;             // registers that hold a short row of x
 constexpr int64_t kShortRows = 4;           // more are better served by tiles
 constexpr int64_t kShortBytes = 16 << 10;   // of weights that pass before the next two such rows come
 constexpr int64_t kPanelBytes = 16 << 10;   // of a weight in FP8 that are dense at a time
-constexpr int64_t kWorthSharing = 1 << 18;  // multiplications, less than 10 us of them; fewer are done before others have come
+constexpr int64_t kWorthSharing = 1 << 16;  // multiplications, about 2 us of them; fewer are done before others have come
 
 // Rows of x times rows of w: out[i, j] = sum over k of x[i, k] * w[j, k], for kRows rows and up to four columns. kAtOnce: columns that
 // are worked on together; one, where there is nothing but to wait for weights, which come fastest from one end to the other. Meanwhile kAsked
@@ -273,7 +274,7 @@ void spread_few(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, in
 template <class T>
 void spread_columns(
     const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int64_t out_row, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
-  if (rows <= kFewRows)
+  if (rows <= kFewRows && end - begin > kNarrow)
     return with_count<kFewRows>(rows, [&](auto count) {
       spread_few<T, decltype(count)::value>(x, x_row, w + begin, w_row, out + begin, out_row, inner, end - begin);
     });
@@ -309,18 +310,22 @@ template <class T, class W, class Columns>
 void each_group(
     const T* x, int64_t x_row, const W* w, T* out, int64_t out_row, const Groups& groups, int64_t outer, int64_t inner, int align,
     int64_t num_threads, Columns&& columns) {
-  int64_t busy = 0, rows = 0;
-  for (int64_t g = 0; g < groups.count; ++g) busy += groups.num_rows(g) > 0, rows += groups.num_rows(g);
-  if (!busy || !outer) return;
+  thread_local std::vector<int64_t> busy;  // groups with rows; helpers look into the caller's
+  busy.clear();
+  int64_t rows = 0;
+  for (int64_t g = 0; g < groups.count; ++g)
+    if (const int64_t more = groups.num_rows(g)) busy.push_back(g), rows += more;
+  if (busy.empty() || !outer) return;
   if (rows * outer * inner < kWorthSharing) num_threads = 1;
+  const int64_t* const of = busy.data();
+  const int64_t count = static_cast<int64_t>(busy.size());
   // A few runs for each thread even out what the machine takes from one of them; shorter ones would only be counted.
-  const int64_t wanted = (outer * busy + 4 * num_threads - 1) / (4 * num_threads);
+  const int64_t wanted = (outer * count + 4 * num_threads - 1) / (4 * num_threads);
   const int64_t run = (std::clamp<int64_t>(wanted, 32, 512) + align - 1) / align * align;
   const int64_t runs = (outer + run - 1) / run;
-  threads::share(num_threads, groups.count * runs, [&](int64_t task) {
-    const int64_t g = task / runs, begin = task % runs * run, end = std::min(outer, begin + run);
+  threads::share(num_threads, count * runs, [&, of](int64_t task) {
+    const int64_t g = of[task / runs], begin = task % runs * run, end = std::min(outer, begin + run);
     const int64_t rows = groups.num_rows(g);
-    if (!rows) return;
     const T* from = x + (groups.starts ? groups.starts[g] * x_row : g * groups.x_step);
     T* to = out + (groups.starts ? groups.starts[g] * out_row : g * groups.out_step);
     columns(g, from, w + g * groups.w_step, to, rows, begin, end);

@@ -13,7 +13,8 @@
 namespace threads {
 namespace {
 
-constexpr int kSpins = 4000;         // looks at a quiet pool before a helper lies down, about 100 us: longer than between two kernels of a step
+constexpr int kSpins = 4000;         // looks at a quiet pool before a helper offers its core, about 100 us: longer than between two kernels
+constexpr int kYields = 1000;        // more of them before it lies down, half a millisecond if nobody wants the core: longer than a short step
 constexpr int kSpinsForHelpers = 1000;  // looks at helpers in the middle of a task before they are offered this core
 
 // What is to be done lies in `left_`: the number of the job in the high half, how many of its tasks nobody has taken in the low one. The
@@ -81,11 +82,11 @@ class Pool {
 
   void help(int64_t helper) {
     for (;;) {
-      for (int spins = 0; spins < kSpins; ++spins) {
+      for (int looks = 0; looks < kSpins + kYields; ++looks) {
         if (take(helper))
-          spins = 0;
+          looks = 0;
         else
-          _mm_pause();
+          looks < kSpins ? _mm_pause() : static_cast<void>(sched_yield());
       }
       std::unique_lock<std::mutex> lock(mutex_);
       num_asleep_.fetch_add(1);
