@@ -412,8 +412,10 @@ class Runtime(Protocol):
         The work must not wait for the device, and reads what varies from buffers that its maker keeps.
         """
 
-    def begin(self, captured: Callable[[], object]) -> Callable[[], None]:
-        """Start captured work, beside the host's own where that can be; nothing else is queued before the result has waited for it."""
+    def begin(self, *captured: Callable[[], object]) -> Callable[[], None]:
+        """Start captured work, one after the other, beside the host's own where that can be; nothing else is queued before the result has
+        waited for it.
+        """
 
 
 @dataclass(frozen=True)

@@ -21,31 +21,26 @@ class Drafter:
     def __init__(self, model: Decoder, backend: Backend, caches: list[torch.Tensor], state: RowState):
         self._model, self._tp, self._kernels, self._caches, self._state = model, backend.tp, backend.rows, caches, state
 
-    def settle(
-        self,
-        drawing: Drawing,
-        tokens: torch.Tensor,
-        num_drafts: int,
-        hidden: torch.Tensor,
-        next_ids: torch.Tensor,
-        meta: AttnMetadata | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Move rows on by their draws `tokens` `[R]`, and write the MTP module's latents of the step where `num_drafts` are to be made.
+    def settle(self, drawing: Drawing, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move rows on by their draws `tokens` `[R]`: see `RowState.settle`."""
+        return self._state.settle(drawing.rows, tokens, drawing.num_decode, drawing.query_len)
 
-        hidden `[num_tokens, hidden]`, next_ids `[num_tokens]` int64 and meta are those of the step, with `tokens` among the next ids;
-        without drafts they matter for chunks of prompts only, whose latents shall be there when drafts pay again.
-        Returns how many drafts each decode entry accepted, `[num_decode]` int64, and what `draft` begins with, `[num_draws, hidden]`.
+    def write(
+        self, drawing: Drawing, latest: torch.Tensor, num_drafts: int, hidden: torch.Tensor, next_ids: torch.Tensor, meta: AttnMetadata
+    ) -> torch.Tensor | None:
+        """Write the MTP module's latents of a step where `num_drafts` are to be made.
+
+        latest `[num_decode]` int64: from `settle`. hidden `[num_tokens, hidden]`, next_ids `[num_tokens]` int64 and meta are those of the
+        step, with its draws among the next ids; without drafts they matter for chunks of prompts only, whose latents shall be there when
+        drafts pay again. Returns what `draft` begins with, `[num_draws, hidden]`; None: nothing.
         """
-        accepted, latest = self._state.settle(drawing.rows, tokens, drawing.num_decode, drawing.query_len)
-        fills = self._model.draft_head is not None and meta is not None and meta.prefill is not None
-        if not num_drafts and not fills:
-            return accepted, None
-        assert meta is not None
+        if self._model.draft_head is None or not (num_drafts or meta.prefill is not None):
+            return None
         begin = self._model.write_drafts(next_ids, hidden, meta, self._caches)
-        return accepted, begin[torch.cat((latest, drawing.ends)) if len(drawing.ends) else latest] if num_drafts else None
+        return begin[torch.cat((latest, drawing.ends)) if len(drawing.ends) else latest] if num_drafts else None
 
     def draft(self, drawing: Drawing, num_drafts: int, hidden: torch.Tensor, step: ExpertStep) -> None:
-        """Put `num_drafts` drafts behind each row. hidden `[num_draws, hidden]`: from `settle`."""
+        """Put `num_drafts` drafts behind each row. hidden `[num_draws, hidden]`: from `write`."""
         if not len(drawing.rows):
             self._model.idle_drafts(step, num_drafts)  # other ranks draft
             return

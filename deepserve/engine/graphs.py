@@ -1,10 +1,11 @@
-"""Captured decode steps: three graphs for each of a few batch sizes and numbers of drafts, replayed on fixed buffers.
+"""Captured decode steps: four graphs for each of a few batch sizes and numbers of drafts, replayed on fixed buffers.
 
 A step of n sequences runs in the smallest graphs that hold it; the rows left over compute a token that is written nowhere. The first
-graph begins with what the steps before it left in the row state and ends with draws; the second moves the row state on; the third drafts,
-beside whatever the host does until the next step. What the host has to tell them (rows, sampling parameters, page tables) goes up in one
-copy, unless it is what went up last, so a step costs at most one upload, three launches, one download. Before the second graph it may draw
-anew, for what the first cannot do: penalties, biases, log-probabilities.
+graph begins with what the steps before it left in the row state and ends with draws; the second moves the row state on. The other two are
+of steps with drafts: one writes the MTP module's latents, one drafts, beside whatever the host does until the next step. What the host has
+to tell them (rows, sampling parameters, page tables) goes up in one copy, unless it is what went up last, so a step costs at most one
+upload, four launches, one download. Before the second graph it may draw anew, for what the first cannot do: penalties, biases,
+log-probabilities.
 """
 
 import logging
@@ -116,6 +117,7 @@ class DecodeGraphs:
         self._hidden = torch.zeros((num_tokens, model.config.hidden_size), dtype=model.dtype, device=device)
         self._tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._accepted = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._latest = torch.zeros(largest, dtype=torch.int64, device=device)
         self._begin = torch.zeros((largest, model.config.hidden_size), dtype=model.dtype, device=device)  # what drafts begin with
         # Where the tokens stand, for the second graph: it begins with the row state as the first one found it.
         self._positions, self._slots = torch.zeros_like(self._tokens), torch.zeros_like(self._tokens)
@@ -125,14 +127,16 @@ class DecodeGraphs:
         self._replayed: set[tuple[int, int, int]] = set()  # sizes, query lengths and drafts to make of steps so far
         started = time.perf_counter()
         self._targets: dict[tuple[int, int, bool], Callable[[], Replayed]] = {}  # by size, query length, whether overlapped
-        self._settlers: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by size, query length, whether drafts follow
+        self._settlers: dict[tuple[int, int], Callable[[], None]] = {}  # by size, query length
+        self._writers: dict[tuple[int, int], Callable[[], None]] = {}  # by size, query length
         self._drafters: dict[tuple[int, int], Callable[[], None]] = {}  # by size, drafts to make
         for key in keys:
             self._clear(key)
             for step in self._steps:
                 self._targets[*key, step.overlapped] = backend.runtime.capture(self._target(*key, step))
-            for drafting in (False, True) if key[1] == 1 and state.max_drafts else [key[1] > 1]:
-                self._settlers[*key, drafting] = backend.runtime.capture(self._settle(*key, drafting))
+            self._settlers[key] = backend.runtime.capture(self._settle(*key))
+            if state.max_drafts:
+                self._writers[key] = backend.runtime.capture(self._write(*key))
             for num_drafts in range(1, state.max_drafts + 1) if key[1] == 1 else [key[1] - 1]:
                 if (key[0], num_drafts) not in self._drafters:
                     self._drafters[key[0], num_drafts] = backend.runtime.capture(self._draft(key[0], num_drafts))
@@ -173,14 +177,22 @@ class DecodeGraphs:
         fields, nothing = Layout(size, query_len).device(self._packed), self._tokens[:0]
         return Drawing(fields["rows"], size, query_len, nothing, self._page_table[:size], fields["num_pages"], self._max_seq_len)
 
-    def _settle(self, size: int, query_len: int, drafting: bool) -> Callable[[], None]:
-        tokens, hidden, drawing = self._tokens[: size * query_len], self._hidden[: size * query_len], self._drawing(size, query_len)
+    def _settle(self, size: int, query_len: int) -> Callable[[], None]:
+        tokens, drawing = self._tokens[: size * query_len], self._drawing(size, query_len)
 
         def work() -> None:
-            meta = self._meta(size, query_len) if drafting else None
-            self._accepted[:size], begin = self._drafter.settle(drawing, tokens, drafting, hidden, tokens, meta)
-            if begin is not None:
-                self._begin[:size] = begin
+            self._accepted[:size], self._latest[:size] = self._drafter.settle(drawing, tokens)
+
+        return work
+
+    def _write(self, size: int, query_len: int) -> Callable[[], None]:
+        tokens, hidden, drawing = self._tokens[: size * query_len], self._hidden[: size * query_len], self._drawing(size, query_len)
+        meta, latest = self._meta(size, query_len), self._latest[:size]
+
+        def work() -> None:
+            begin = self._drafter.write(drawing, latest, 1, hidden, tokens, meta)
+            assert begin is not None
+            self._begin[:size] = begin
 
         return work
 
@@ -220,6 +232,7 @@ class DecodeGraphs:
         key = self._key(plan)
         last = max(plan.starts) + plan.query_len + plan.num_drafts  # drafts reach that far if all before them stand
         told = key, plan.rows, rows.num_changes, -(-last // self._state.page_size)
+        self.wait()
         if told != self._told:
             self._tell(key, plan, rows, width=told[-1])
             self._told = told
@@ -245,9 +258,9 @@ class DecodeGraphs:
     def run_drafter(self, plan: StepPlan) -> torch.Tensor:
         """Queue what follows on `run_target`: how many drafts each entry accepted, `[num_seqs]` int64."""
         size, query_len = self._key(plan)
-        self._settlers[size, query_len, plan.num_drafts > 0]()
+        self._settlers[size, query_len]()
         if plan.num_drafts:
-            self._wait = self._backend.runtime.begin(self._drafters[size, plan.num_drafts])
+            self._wait = self._backend.runtime.begin(self._writers[size, query_len], self._drafters[size, plan.num_drafts])
         return self._accepted[: len(plan.rows)].clone()
 
     def can_draft(self, drawing: Drawing, step: ExpertStep) -> bool:

@@ -66,10 +66,11 @@ class Runner:
         num_drafts: most that a rank of the instance makes in this step; None: the plan's. All ranks of a TP group call it with the same
         plan and get the same tokens; log-probabilities are rank 0's.
         """
-        self.wait()
         filled = self.rows.update(plan)
-        self.sampler.forget(filled)
-        self.state.fill(filled, self.rows)
+        if filled:
+            self.wait()
+            self.sampler.forget(filled)
+            self.state.fill(filled, self.rows)
         runs = [(plan.rows[i], plan.query_len if i < plan.num_decode else 1) for i in plan.draws]
         prompt_logprobs: dict[int, list[Wanted]] = {}
         new = False
@@ -83,6 +84,7 @@ class Runner:
             accepted = self.graphs.run_drafter(plan)
             tokens = tokens.clone()  # the next replay may come before this is read
         else:
+            self.wait()
             batch = build_batch(plan, self.rows, self.state, self.page_size, self.backend.runtime)
             hidden = self.model.forward(batch.token_ids, batch.meta, self.caches, step)
             prompt_logprobs = {i: self._prompt_logprobs(plan, i, hidden, int(batch.ends[i])) for i in plan.prompt_logprobs}
@@ -90,7 +92,8 @@ class Runner:
             logits = self.model.logits(hidden[every]) if runs else None
             tokens, logprobs = self._draw(logits, runs, batch.meta.positions[every] + 1, batch.token_ids[every])
             next_ids = batch.next_ids.index_copy(0, batch.draws, tokens) if batch.draws is not None else tokens
-            accepted, begin = self.drafter.settle(batch.drawing, tokens, plan.num_drafts, hidden, next_ids, batch.meta)
+            accepted, latest = self.drafter.settle(batch.drawing, tokens)
+            begin = self.drafter.write(batch.drawing, latest, plan.num_drafts, hidden, next_ids, batch.meta)
             if begin is not None:
                 replays = self.graphs is not None and self.graphs.can_draft(batch.drawing, step)
                 (self.graphs if replays else self.drafter).draft(batch.drawing, plan.num_drafts, begin, step)

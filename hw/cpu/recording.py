@@ -49,6 +49,7 @@ class Captured(Generic[T]):
         self._recorder, self._work = recorder, work
         self._repeatable = True
         self._steps: list[Callable[[], object]] = []
+        self._begun: dict[tuple[Captured, ...], _Calls] = {}  # all calls of this and of those that were begun behind it
         self._result: T | None = None
 
     def __call__(self) -> T:
@@ -60,11 +61,18 @@ class Captured(Generic[T]):
             step()
         return self._result
 
-    def begin(self) -> Callable[[], None]:
-        """Start it on another thread if it is nothing but calls of kernels, and one can be had; the result waits for it."""
-        if len(self._steps) == 1 and isinstance(self._steps[0], _Calls):
-            return self._steps[0].begin()
-        self()
+    def begin(self, *more: "Captured") -> Callable[[], None]:
+        """Start it, and `more` behind it, on another thread if they are nothing but calls of kernels, and one can be had; the result waits
+        for them.
+        """
+        calls = self._begun.get(more)
+        if calls is not None:
+            return calls.begin()
+        for one in (self, *more):
+            one()
+        parts = [one._steps[0] if len(one._steps) == 1 else None for one in (self, *more)]
+        if all(isinstance(part, _Calls) for part in parts):
+            self._begun[more] = _Calls.joined(parts)
         return lambda: None
 
     def _record(self) -> T:
@@ -150,6 +158,11 @@ class _Calls:
         self._words, self._kept, self._begun = np.array([count, *words], np.uint64), kept, False
         self._kernels, self._start = kernels, self._words.ctypes.data
         self._args = self._start + self._words.itemsize, count
+
+    @classmethod
+    def joined(cls, parts: "list[_Calls]") -> "_Calls":
+        words = [word for part in parts for word in part._words[1:].tolist()]
+        return cls(parts[0]._kernels, words, sum(int(part._words[0]) for part in parts), [part._kept for part in parts])
 
     def __call__(self) -> None:
         self._kernels.repeat_calls(*self._args)

@@ -93,10 +93,11 @@ class CpuRuntime:
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         return work if self._recorder is None else self._recorder.capture(work)
 
-    def begin(self, captured: Callable[[], object]) -> Callable[[], None]:
-        if isinstance(captured, Captured):
-            return captured.begin()
-        captured()
+    def begin(self, *captured: Callable[[], object]) -> Callable[[], None]:
+        if all(isinstance(work, Captured) for work in captured):
+            return captured[0].begin(*captured[1:])
+        for work in captured:
+            work()
         return self.synchronize
 
 

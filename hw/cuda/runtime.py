@@ -102,8 +102,9 @@ class CudaRuntime:
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         warm_up(shapes, self._kernel_cache, progress)
 
-    def begin(self, captured: Callable[[], object]) -> Callable[[], None]:
-        captured()
+    def begin(self, *captured: Callable[[], object]) -> Callable[[], None]:
+        for work in captured:
+            work()
         return lambda: None
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
