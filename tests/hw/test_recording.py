@@ -148,6 +148,22 @@ def test_what_is_begun_is_done_once_it_has_been_waited_for(kernels, num_threads)
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_works_that_are_begun_together_run_in_order(kernels, num_threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    ops, weight, table = NativeOps(kernels), torch.randn(512, 64), torch.randn(9, 64)
+    idx, out, copy, recorder = torch.zeros(8, dtype=torch.int64), torch.zeros(8, 512), torch.zeros(8, 512), Recorder(kernels)
+    first = recorder.capture(lambda: out.copy_(ops.linear(table.index_select(0, idx), weight)))
+    second = recorder.capture(lambda: copy.copy_(out))
+    with torch.inference_mode():
+        for _ in range(20):
+            idx.copy_(torch.randint(9, (8,)))
+            expected = ops.linear(table.index_select(0, idx), weight)
+            first.begin(second)()
+            assert torch.equal(out, expected) and torch.equal(copy, expected)
+    assert [len(one._steps) for one in (first, second)] == [1, 1], "nothing is left to torch"
+
+
 def test_memory_that_is_kept_is_bounded(kernels, monkeypatch):
     monkeypatch.setattr(recording, "KEPT_BYTES", 1000)
     recorder, x = Recorder(kernels), torch.ones(100)
