@@ -117,7 +117,7 @@ class DecodeGraphs:
         self._hidden = torch.zeros((num_tokens, model.config.hidden_size), dtype=model.dtype, device=device)
         self._tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._accepted = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._latest = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._latest = torch.zeros_like(self._accepted)  # which draw is each sequence's latest token
         self._begin = torch.zeros((largest, model.config.hidden_size), dtype=model.dtype, device=device)  # what drafts begin with
         # Where the tokens stand, for the second graph: it begins with the row state as the first one found it.
         self._positions, self._slots = torch.zeros_like(self._tokens), torch.zeros_like(self._tokens)

@@ -49,7 +49,7 @@ class Captured(Generic[T]):
         self._recorder, self._work = recorder, work
         self._repeatable = True
         self._steps: list[Callable[[], object]] = []
-        self._begun: dict[tuple[Captured, ...], _Calls] = {}  # all calls of this and of those that were begun behind it
+        self._chains: dict[tuple[Captured, ...], _Calls] = {}  # all calls of this and of those that were begun behind it
         self._result: T | None = None
 
     def __call__(self) -> T:
@@ -65,14 +65,14 @@ class Captured(Generic[T]):
         """Start it, and `more` behind it, on another thread if they are nothing but calls of kernels, and one can be had; the result waits
         for them.
         """
-        calls = self._begun.get(more)
+        calls = self._chains.get(more)
         if calls is not None:
             return calls.begin()
         for one in (self, *more):
             one()
         parts = [one._steps[0] if len(one._steps) == 1 else None for one in (self, *more)]
         if all(isinstance(part, _Calls) for part in parts):
-            self._begun[more] = _Calls.joined(parts)
+            self._chains[more] = _Calls.joined(parts)
         return lambda: None
 
     def _record(self) -> T:
