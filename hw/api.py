@@ -9,7 +9,7 @@ A weight may be a `QuantTensor`. Then a backend may also quantise bf16 activatio
 dense rows by itself; where `Ops.quantizes` says that it will, a layer asks the op before it for rows in that form, which saves a pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -412,9 +412,9 @@ class Runtime(Protocol):
         The work must not wait for the device, and reads what varies from buffers that its maker keeps.
         """
 
-    def begin(self, *captured: Callable[[], object]) -> Callable[[], None]:
-        """Start captured work, one after the other, beside the host's own where that can be; nothing else is queued before the result has
-        waited for it.
+    def chain(self, first: Sequence[Callable[[], object]], beside: Sequence[Callable[[], object]] = ()) -> Callable[[], Callable[[], None]]:
+        """One call for several captured works: queues `first`, in order, and starts `beside` behind them, in order, beside the host's own
+        work where that can be. What the call returns waits for the latter; nothing else is queued before that.
         """
 
 

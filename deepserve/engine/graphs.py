@@ -61,10 +61,8 @@ class Layout:
             end = self.num_bytes + size * (query_len if name in DRAW_FIELDS else 1) * np.dtype(dtype).itemsize
             self._slices[name] = slice(self.num_bytes, end)
             self.num_bytes = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
-
-    def host(self, packed: np.ndarray) -> dict[str, np.ndarray]:
-        """Views of `[num_bytes or more]` uint8."""
-        return {name: packed[self._slices[name]].view(dtype) for name, dtype in FIELDS.items()}
+        self.packed = np.zeros(self.num_bytes, np.uint8)  # what the host has to say
+        self.fields = {name: self.packed[self._slices[name]].view(dtype) for name, dtype in FIELDS.items()}
 
     def device(self, packed: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of `[num_bytes or more]` uint8."""
@@ -78,13 +76,24 @@ class Replayed:
     token_ids: torch.Tensor  # [R] int64, the tokens that went in
     positions: torch.Tensor  # [R] int64, where they stand
     logits: torch.Tensor | None  # [R, vocab] fp32; None off rank 0 of the TP group
-    tokens: torch.Tensor  # [R] int64, drawn by temperature and filters alone; the second graph takes what stands here then
 
     def first(self, num: int) -> "Replayed":
-        if num == len(self.tokens):
+        if num == len(self.token_ids):
             return self
-        logits = None if self.logits is None else self.logits[:num]
-        return Replayed(self.token_ids[:num], self.positions[:num], logits, self.tokens[:num])
+        return Replayed(self.token_ids[:num], self.positions[:num], None if self.logits is None else self.logits[:num])
+
+
+@dataclass
+class CapturedStep:
+    """How steps of one kind are replayed. R is num_seqs * query_len."""
+
+    key: tuple[int, int]  # size, query length
+    target: Callable[[], Replayed]
+    settle: Callable[[], Callable[[], None]]  # what follows on the target; the result waits for drafts
+    whole: Callable[[], Callable[[], None]]  # the target too
+    tokens: torch.Tensor  # [R] int64, drawn by the target by temperature and filters alone; what stands here is settled
+    accepted: torch.Tensor  # [num_seqs] int64, how many drafts of each stand
+    new: bool  # whether none like it was replayed yet: then it may take longer than it will from now on
 
 
 class DecodeGraphs:
@@ -123,13 +132,15 @@ class DecodeGraphs:
         self._positions, self._slots = torch.zeros_like(self._tokens), torch.zeros_like(self._tokens)
         self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
         self._wait = _nothing
-        self._told: tuple | None = None  # what `run_target` sent last
-        self._replayed: set[tuple[int, int, int]] = set()  # sizes, query lengths and drafts to make of steps so far
+        self._told: tuple | None = None  # what went up last
+        self._kinds: dict[tuple[int, int, int, bool], CapturedStep | None] = {}  # by sequences, query length, drafts, whether overlapped
+        self._seen: set[tuple[int, int, int]] = set()  # sizes, query lengths and drafts to make among them
         started = time.perf_counter()
         self._targets: dict[tuple[int, int, bool], Callable[[], Replayed]] = {}  # by size, query length, whether overlapped
         self._settlers: dict[tuple[int, int], Callable[[], None]] = {}  # by size, query length
         self._writers: dict[tuple[int, int], Callable[[], None]] = {}  # by size, query length
         self._drafters: dict[tuple[int, int], Callable[[], None]] = {}  # by size, drafts to make
+        self._drafting: dict[tuple[int, int], Callable[[], Callable[[], None]]] = {}  # the same, as what is begun
         for key in keys:
             self._clear(key)
             for step in self._steps:
@@ -169,7 +180,7 @@ class DecodeGraphs:
                 self._tokens[:num] = self._backend.ops.sample(logits, sample)
             self._backend.tp.broadcast(self._tokens[:num])
             self._hidden[:num] = hidden
-            return Replayed(inputs.token_ids, inputs.positions, logits, self._tokens[:num])
+            return Replayed(inputs.token_ids, inputs.positions, logits)
 
         return work
 
@@ -211,57 +222,63 @@ class DecodeGraphs:
         """Queue a step without tokens of our own."""
         self._idle[num_drafts, step.overlapped]()
 
-    def fits(self, plan: StepPlan, step: ExpertStep) -> bool:
-        """Whether a step can be replayed: it only decodes, verifies as many drafts as it makes or none, needs no host for experts."""
-        only_decodes = plan.num_decode == len(plan.rows) and not plan.prompt_logprobs and plan.query_len in (1, 1 + plan.num_drafts)
-        fitting = self._sizes.get(plan.query_len)
-        return only_decodes and fitting is not None and len(plan.rows) <= fitting[-1] and step.mode is ExpertMode.LOW_LATENCY
+    def find(self, plan: StepPlan, step: ExpertStep) -> CapturedStep | None:
+        """How to replay a step; None: it cannot be. It must only decode, verify as many drafts as it makes or none, and need no host for
+        experts.
+        """
+        if plan.num_decode != len(plan.rows) or plan.prompt_logprobs or step.mode is not ExpertMode.LOW_LATENCY:
+            return None
+        name = plan.num_decode, plan.query_len, plan.num_drafts, step.overlapped
+        if name not in self._kinds:
+            self._kinds[name] = self._kind(*name)
+        return self._kinds[name]
 
-    def _key(self, plan: StepPlan) -> tuple[int, int]:
-        return next(size for size in self._sizes[plan.query_len] if size >= len(plan.rows)), plan.query_len
+    def _kind(self, num_seqs: int, query_len: int, num_drafts: int, overlapped: bool) -> CapturedStep | None:
+        fitting = self._sizes.get(query_len)
+        if fitting is None or num_seqs > fitting[-1] or query_len not in (1, 1 + num_drafts):
+            return None
+        size = next(size for size in fitting if size >= num_seqs)
+        key, chain = (size, query_len), self._backend.runtime.chain
+        target, settler = self._targets[*key, overlapped], self._settlers[key]
+        beside = [self._writers[key], self._drafters[size, num_drafts]] if num_drafts else []
+        new = (*key, num_drafts) not in self._seen
+        self._seen.add((*key, num_drafts))
+        tokens, accepted = self._tokens[: num_seqs * query_len], self._accepted[:num_seqs]
+        return CapturedStep(key, target, chain([settler], beside), chain([target, settler], beside), tokens, accepted, new)
 
-    def is_new(self, plan: StepPlan) -> bool:
-        """Whether no step like it was replayed before this call: then it may take longer than it will from now on."""
-        kind = *self._key(plan), plan.num_drafts
-        new = kind not in self._replayed
-        self._replayed.add(kind)
-        return new
-
-    def run_target(self, plan: StepPlan, rows: Rows, step: ExpertStep) -> Replayed:
-        """Queue the pass and the draws of a step that `fits`."""
-        key = self._key(plan)
+    def tell(self, captured: CapturedStep, plan: StepPlan, rows: Rows) -> None:
+        """Send what the graphs of a step have to know. Before `run`, or before its target."""
         last = max(plan.starts) + plan.query_len + plan.num_drafts  # drafts reach that far if all before them stand
-        told = key, plan.rows, rows.num_changes, -(-last // self._state.page_size)
+        told = captured.key, plan.rows, rows.num_changes, -(-last // self._state.page_size)
         self.wait()
         if told != self._told:
-            self._tell(key, plan, rows, width=told[-1])
+            self._tell(captured.key, plan, rows, width=told[-1])
             self._told = told
-        return self._targets[*key, step.overlapped]().first(len(plan.rows) * plan.query_len)
+
+    def run(self, captured: CapturedStep) -> None:
+        """Queue a step whose draws are plain."""
+        self._wait = captured.whole()
+
+    def settle(self, captured: CapturedStep) -> None:
+        """Queue what follows on the target and on draws that took the place of its own."""
+        self._wait = captured.settle()
 
     def _tell(self, key: tuple[int, int], plan: StepPlan, rows: Rows, width: int) -> None:
         """Send what the graphs of `key` have to know, with the first `width` pages of each row."""
-        num_seqs, layout = len(plan.rows), self._layouts[key]
-        entry_rows = np.asarray(plan.rows, np.int64)
-        draw_rows = entry_rows.repeat(plan.query_len)
-        page_table = usable_pages(rows, entry_rows, width)
-        packed = np.empty(layout.num_bytes + page_table.nbytes, np.uint8)
-        fields = layout.host(packed)
-        self._leave_over(fields, num_seqs, plan.query_len)
-        fields["rows"][:num_seqs], fields["num_pages"][:num_seqs] = entry_rows, rows.num_pages[entry_rows]
+        (size, query_len), num_seqs, layout = key, len(plan.rows), self._layouts[key]
+        fields = layout.fields
+        if num_seqs < size:
+            self._leave_over(fields, num_seqs, query_len)
+        entry_rows = fields["rows"][:num_seqs]
+        entry_rows[:] = plan.rows
+        draw_rows = entry_rows if query_len == 1 else entry_rows.repeat(query_len)
+        rows.num_pages.take(entry_rows, out=fields["num_pages"][:num_seqs], mode="clip")
         for name in DRAW_FIELDS:
-            fields[name][: len(draw_rows)] = getattr(rows, name)[draw_rows]
-        packed[layout.num_bytes :] = page_table.reshape(-1).view(np.uint8)
-        sent = self._backend.runtime.upload(packed)
+            getattr(rows, name).take(draw_rows, out=fields[name][: len(draw_rows)], mode="clip")  # the other modes would copy it twice
+        page_table = usable_pages(rows, entry_rows, width)
+        sent = self._backend.runtime.upload(np.concatenate((layout.packed, page_table.reshape(-1).view(np.uint8))))
         self._packed[: layout.num_bytes] = sent[: layout.num_bytes]
-        self._page_table[:num_seqs, : page_table.shape[1]] = sent[layout.num_bytes :].view(torch.int32).view(page_table.shape)
-
-    def run_drafter(self, plan: StepPlan) -> torch.Tensor:
-        """Queue what follows on `run_target`: how many drafts each entry accepted, `[num_seqs]` int64."""
-        size, query_len = self._key(plan)
-        self._settlers[size, query_len]()
-        if plan.num_drafts:
-            self._wait = self._backend.runtime.begin(self._writers[size, query_len], self._drafters[size, plan.num_drafts])
-        return self._accepted[: len(plan.rows)].clone()
+        self._page_table[:num_seqs, :width] = sent[layout.num_bytes :].view(torch.int32).view(num_seqs, width)
 
     def can_draft(self, drawing: Drawing, step: ExpertStep) -> bool:
         """Whether `draft` serves a step that was not replayed itself: other ranks must reach experts in the same way."""
@@ -278,7 +295,9 @@ class DecodeGraphs:
         fields["rows"][:num_seqs], fields["num_pages"][:num_seqs] = drawing.rows, drawing.num_pages
         self._page_table[:num_seqs, :width] = drawing.page_table
         self._begin[:num_seqs] = hidden
-        self._wait = self._backend.runtime.begin(self._drafters[size, num_drafts])
+        if (size, num_drafts) not in self._drafting:
+            self._drafting[size, num_drafts] = self._backend.runtime.chain([], [self._drafters[size, num_drafts]])
+        self._wait = self._drafting[size, num_drafts]()
 
     def wait(self) -> None:
         """Until drafts are made, where that is not in the order of the device's queue. Before any other step, and before weights change."""
@@ -294,6 +313,5 @@ class DecodeGraphs:
     def _clear(self, key: tuple[int, int]) -> None:
         """Nobody's rows only, for the time of a capture."""
         layout = self._layouts[key]
-        packed = np.empty(layout.num_bytes, np.uint8)
-        self._leave_over(layout.host(packed), 0, key[1])
-        self._packed[: len(packed)] = self._backend.runtime.upload(packed)
+        self._leave_over(layout.fields, 0, key[1])
+        self._packed[: layout.num_bytes] = self._backend.runtime.upload(layout.packed)

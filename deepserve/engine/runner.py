@@ -71,18 +71,22 @@ class Runner:
             self.wait()
             self.sampler.forget(filled)
             self.state.fill(filled, self.rows)
-        runs = [(plan.rows[i], plan.query_len if i < plan.num_decode else 1) for i in plan.draws]
         prompt_logprobs: dict[int, list[Wanted]] = {}
-        new = False
-        if self.graphs is not None and self.graphs.fits(plan, step):
-            new = self.graphs.is_new(plan)
-            replayed = self.graphs.run_target(plan, self.rows, step)
-            tokens, logits, logprobs = replayed.tokens, replayed.logits, None
-            if not self.sampler.draws_plainly(plan.rows):  # then the draw inside the graph was for nothing
+        logits, logprobs, new = None, None, False
+        captured = None if self.graphs is None else self.graphs.find(plan, step)
+        runs = () if captured is not None and self.sampler.draws_plainly(plan.rows) else _runs(plan)
+        if captured is not None:
+            new, captured.new = captured.new, False
+            self.graphs.tell(captured, plan, self.rows)
+            if not runs:
+                self.graphs.run(captured)
+            else:  # then the draw inside the graph was for nothing
+                replayed = captured.target().first(len(captured.tokens))
+                logits = replayed.logits
                 drawn, logprobs = self._draw(logits, runs, replayed.positions + 1, replayed.token_ids)
-                tokens.copy_(drawn)
-            accepted = self.graphs.run_drafter(plan)
-            tokens = tokens.clone()  # the next replay may come before this is read
+                captured.tokens.copy_(drawn)
+                self.graphs.settle(captured)
+            tokens, accepted = captured.tokens.clone(), captured.accepted.clone()  # the next replay may come before they are read
         else:
             self.wait()
             batch = build_batch(plan, self.rows, self.state, self.page_size, self.backend.runtime)
@@ -99,7 +103,7 @@ class Runner:
                 (self.graphs if replays else self.drafter).draft(batch.drawing, plan.num_drafts, begin, step)
         if num_drafts is not None:  # others may go on drafting with experts of ours
             self.model.idle_drafts(step, num_drafts - plan.num_drafts)
-        if logits is not None:
+        if logits is not None and runs:
             self.sampler.count(runs, tokens, accepted)
         wanted = [*([logprobs] if logprobs else []), *(tile for tiles in prompt_logprobs.values() for tile in tiles)]
         fetch = self.backend.runtime.download([tokens, accepted, *(tensor for one in wanted for tensor in one.tensors)])
@@ -173,6 +177,11 @@ class Runner:
             if logits is not None:
                 found.append(self.sampler.prompt_logprobs(logits, row, start + 1 + low))
         return found
+
+
+def _runs(plan: StepPlan) -> list[tuple[int, int]]:
+    """(row, number of draws) in order; the draws of a run are at consecutive positions."""
+    return [(plan.rows[i], plan.query_len if i < plan.num_decode else 1) for i in plan.draws]
 
 
 @dataclass(frozen=True)

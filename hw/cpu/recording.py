@@ -10,8 +10,9 @@ on values, or writes to a constant. It is done again each time instead, as is wh
 recordings together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Generic
 
 import numpy as np
@@ -41,6 +42,10 @@ class Recorder:
         """See `hw.api.Runtime.capture`. Nothing runs before the first call."""
         return Captured(self, work)
 
+    def chain(self, first: Sequence[Callable[[], object]], beside: Sequence[Callable[[], object]]) -> "Chain":
+        """See `hw.api.Runtime.chain`."""
+        return Chain(self.kernels, first, beside)
+
 
 class Captured(Generic[T]):
     """Work that repeats itself when it is called."""
@@ -49,7 +54,6 @@ class Captured(Generic[T]):
         self._recorder, self._work = recorder, work
         self._repeatable = True
         self._steps: list[Callable[[], object]] = []
-        self._chains: dict[tuple[Captured, ...], _Calls] = {}  # all calls of this and of those that were begun behind it
         self._result: T | None = None
 
     def __call__(self) -> T:
@@ -61,19 +65,10 @@ class Captured(Generic[T]):
             step()
         return self._result
 
-    def begin(self, *more: "Captured") -> Callable[[], None]:
-        """Start it, and `more` behind it, on another thread if they are nothing but calls of kernels, and one can be had; the result waits
-        for them.
-        """
-        calls = self._chains.get(more)
-        if calls is not None:
-            return calls.begin()
-        for one in (self, *more):
-            one()
-        parts = [one._steps[0] if len(one._steps) == 1 else None for one in (self, *more)]
-        if all(isinstance(part, _Calls) for part in parts):
-            self._chains[more] = _Calls.joined(parts)
-        return lambda: None
+    def calls(self) -> "_Calls | None":
+        """What it consists of, if it was recorded and is nothing but calls of kernels."""
+        only = self._steps[0] if len(self._steps) == 1 else None
+        return only if isinstance(only, _Calls) else None
 
     def _record(self) -> T:
         recorder, log = self._recorder, _Log(self._recorder.kernels)
@@ -155,23 +150,41 @@ class _Calls:
     """Calls of kernels in a row."""
 
     def __init__(self, kernels: Kernels, words: list[int], count: int, kept: list[object]):
-        self._words, self._kept, self._begun = np.array([count, *words], np.uint64), kept, False
-        self._kernels, self._start = kernels, self._words.ctypes.data
-        self._args = self._start + self._words.itemsize, count
+        self._words, self._kept = np.array([count, *words], np.uint64), kept
+        self.start = self._words.ctypes.data  # of the number of calls, and the words behind it
+        self._kernels, self._args = kernels, (self.start + self._words.itemsize, count)
 
     @classmethod
-    def joined(cls, parts: "list[_Calls]") -> "_Calls":
+    def joined(cls, kernels: Kernels, parts: "list[_Calls]") -> "_Calls":
         words = [word for part in parts for word in part._words[1:].tolist()]
-        return cls(parts[0]._kernels, words, sum(int(part._words[0]) for part in parts), [part._kept for part in parts])
+        return cls(kernels, words, sum(int(part._words[0]) for part in parts), [part._kept for part in parts])
 
     def __call__(self) -> None:
         self._kernels.repeat_calls(*self._args)
 
-    def begin(self) -> Callable[[], None]:
-        self._begun = torch.get_num_threads() > 1 and self._kernels.begin_calls(self._start)
-        if not self._begun:
-            self()
+
+class Chain:
+    """Captured works in a row, the last of them beside the host's own work."""
+
+    def __init__(self, kernels: Kernels, first: Sequence[Callable[[], object]], beside: Sequence[Callable[[], object]]):
+        self._kernels, self._parts, self._begun = kernels, (first, beside), False
+        self._joined: list[_Calls] = []  # both parts, once they are known to be nothing but calls of kernels
+
+    def __call__(self) -> Callable[[], None]:
+        """Those beside run on another thread if all are nothing but calls of kernels and one can be had."""
+        if not self._joined:
+            self._run_each()
+        else:
+            first, beside = self._joined
+            self._begun = self._kernels.begin_calls(first.start, beside.start, torch.get_num_threads() > 1)
         return self.finish
+
+    def _run_each(self) -> None:
+        for one in chain(*self._parts):
+            one()
+        calls = [[one.calls() if isinstance(one, Captured) else None for one in part] for part in self._parts]
+        if None not in chain(*calls):
+            self._joined = [_Calls.joined(self._kernels, part) for part in calls]
 
     def finish(self) -> None:
         if self._begun:

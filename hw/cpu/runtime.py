@@ -1,6 +1,6 @@
 """The CPU as a device: memory as the kernel and the container report it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hw.api import MemoryInfo, T
-from hw.cpu.recording import Captured, Recorder
+from hw.cpu.recording import Recorder
 from hw.cpu.rules import FACTS
 from hw.rules import ModelShapes
 
@@ -93,12 +93,16 @@ class CpuRuntime:
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         return work if self._recorder is None else self._recorder.capture(work)
 
-    def begin(self, *captured: Callable[[], object]) -> Callable[[], None]:
-        if all(isinstance(work, Captured) for work in captured):
-            return captured[0].begin(*captured[1:])
-        for work in captured:
-            work()
-        return self.synchronize
+    def chain(self, first: Sequence[Callable[[], object]], beside: Sequence[Callable[[], object]] = ()) -> Callable[[], Callable[[], None]]:
+        if self._recorder is not None:
+            return self._recorder.chain(first, beside)
+
+        def run() -> Callable[[], None]:
+            for work in (*first, *beside):
+                work()
+            return self.synchronize
+
+        return run
 
 
 def _cgroup_bytes() -> tuple[int | None, int]:

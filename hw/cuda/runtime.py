@@ -1,7 +1,7 @@
 """One GPU as a device."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,10 +102,17 @@ class CudaRuntime:
     def warm_up(self, shapes: ModelShapes, progress: bool | None = None) -> None:
         warm_up(shapes, self._kernel_cache, progress)
 
-    def begin(self, *captured: Callable[[], object]) -> Callable[[], None]:
-        for work in captured:
-            work()
-        return lambda: None
+    def chain(self, first: Sequence[Callable[[], object]], beside: Sequence[Callable[[], object]] = ()) -> Callable[[], Callable[[], None]]:
+        def nothing() -> None:
+            """They are in the order of the queue."""
+
+        def queue() -> Callable[[], None]:
+            for work in works:
+                work()
+            return nothing
+
+        works = (*first, *beside)
+        return queue
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         # Kernels compile, and libraries take their workspaces, at first use; neither may happen while recording.

@@ -132,34 +132,38 @@ def test_what_is_begun_is_done_once_it_has_been_waited_for(kernels, num_threads)
         product = recorder.capture(lambda: out.copy_(ops.linear(x, weight)))
         mixed = recorder.capture(lambda: other.copy_(ops.linear(x, weight).sum(1).exp().log1p()))
         with torch.inference_mode():
-            product(), mixed()
+            begin_product, begin_mixed = recorder.chain([], [product]), recorder.chain([], [mixed])
+            begin_product(), begin_mixed()
             for _ in range(20):
                 x.copy_(torch.randn(8, 64).div_(100))
-                waits = [product.begin(), mixed.begin()]
+                waits = [begin_product(), begin_mixed()]
                 expected = ops.linear(x, weight)  # has no helpers while the product has
                 for wait in waits:
                     wait()
                 assert torch.equal(out, expected) and torch.equal(other, expected.sum(1).exp().log1p())
             out.zero_()
-            product.begin()
-            del product, waits, wait
+            begin_product()
+            del begin_product, waits, wait
             assert torch.equal(out, expected)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_works_that_are_begun_together_run_in_order(kernels, num_threads, monkeypatch):
+@pytest.mark.parametrize("num_beside", [0, 1, 2])
+def test_works_of_a_chain_run_in_order(kernels, num_threads, num_beside, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     ops, weight, table = NativeOps(kernels), torch.randn(512, 64), torch.randn(9, 64)
     idx, out, copy, recorder = torch.zeros(8, dtype=torch.int64), torch.zeros(8, 512), torch.zeros(8, 512), Recorder(kernels)
     first = recorder.capture(lambda: out.copy_(ops.linear(table.index_select(0, idx), weight)))
     second = recorder.capture(lambda: copy.copy_(out))
+    works = [first, second]
+    chain = recorder.chain(works[: 2 - num_beside], works[2 - num_beside :])
     with torch.inference_mode():
         for _ in range(20):
             idx.copy_(torch.randint(9, (8,)))
             expected = ops.linear(table.index_select(0, idx), weight)
-            first.begin(second)()
+            chain()()
             assert torch.equal(out, expected) and torch.equal(copy, expected)
     assert [len(one._steps) for one in (first, second)] == [1, 1], "nothing is left to torch"
 

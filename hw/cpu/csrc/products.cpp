@@ -94,7 +94,7 @@ void dot_short(const T* x, int64_t x_row, const T* w, int64_t w_row, T* out, int
 #pragma GCC unroll 8
       for (int p = 0; p < kPieces; ++p) {
         const typename E::Reg b = E::read(column + p * E::kSize);
-        _mm_prefetch(reinterpret_cast<const char*>(column + near + p * E::kSize), _MM_HINT_T1);
+        if (kRows == 1) _mm_prefetch(reinterpret_cast<const char*>(column + near + p * E::kSize), _MM_HINT_T1);
 #pragma GCC unroll 2
         for (int i = 0; i < kRows; ++i) acc[i][c] = E::dot(acc[i][c], a[i][p], b);
       }

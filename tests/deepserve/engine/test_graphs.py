@@ -138,8 +138,7 @@ def test_a_row_that_needs_more_takes_its_step_behind_the_graph(driver):
 @pytest.mark.parametrize("size, query_len", [(1, 1), (3, 2), (8, 3)])
 def test_fields_are_packed_apart_and_aligned(size, query_len):
     layout = Layout(size, query_len)
-    packed = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    host, device = layout.host(packed.numpy()), layout.device(packed)
+    host, device = layout.fields, layout.device(torch.from_numpy(layout.packed))
     for i, name in enumerate(FIELDS):
         host[name][:] = i + 1
     for i, name in enumerate(FIELDS):
