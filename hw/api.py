@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hw.draws import Logprobs, PenaltyInputs, SampleInputs
+from hw.guess_head import GuessHead
 from hw.moves import ExpertMoves
 from hw.quant import QuantTensor
 from hw.row_kernels import RowKernels
@@ -429,4 +430,5 @@ class Backend:
     tp: Collectives
     moves: ExpertMoves | None = None  # None: experts stay where they are loaded
     rows: RowKernels | None = None  # None: torch does it
+    guess_head: Callable[[torch.Tensor], GuessHead] | None = None  # stands for a head where that pays; None: nowhere
     keeps_fp8: bool = False  # whether block-FP8 weights are worth keeping as they are; if not, they are dequantised on load

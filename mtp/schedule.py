@@ -79,8 +79,10 @@ class DraftSchedule:
 
     def observe_step(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
         """A step that only decoded took so long, with as many drafts verified as made."""
+        if not self.adaptive:
+            return  # nobody will ask
         load = self._load(num_seqs)
-        if load.complete and load.num_samples[num_drafts] < MIN_SAMPLES:  # between two that are known: a better start than one step
+        if load.num_samples[num_drafts] < MIN_SAMPLES and load.complete:  # between two that are known: a better start than one step
             load.costs, load.num_samples[num_drafts] = load.line(), MIN_SAMPLES
         cost, num_samples = load.costs[num_drafts], load.num_samples[num_drafts]
         load.num_samples[num_drafts] += 1

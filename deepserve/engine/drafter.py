@@ -56,7 +56,7 @@ class Drafter:
 
     def _best(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden `[R, hidden]` -> its likeliest tokens `[R]` int64, the same on all ranks of the TP group."""
-        logits = self._model.logits(hidden)
+        logits = self._model.draft_logits(hidden)
         if logits is None:
             tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         else:

@@ -244,18 +244,20 @@ class Sequence:
 
     def append(self, tokens: list[int], logprobs: list[PositionLogprobs] | None) -> SequenceOutput:
         """The one place through which drawn tokens enter a sequence. What stands behind its end is dropped. News for the client."""
-        first = not self.num_generated
+        num_generated, params = self.num_generated, self.params
+        first = not num_generated
         reason = stop_token = None
         kept: list[int] = []
         for token in tokens:
             kept.append(token)
-            self.tokens.append(token)
-            if token in self.end_token_ids and self.num_generated > self.params.min_tokens:
+            num_generated += 1
+            if token in self.end_token_ids and num_generated > params.min_tokens:
                 reason, stop_token = "stop", token
-            elif self.num_generated >= self.params.max_tokens:
+            elif num_generated >= params.max_tokens:
                 reason = "length"
             if reason is not None:
                 break
+        self.tokens.extend(kept)
         return SequenceOutput(
             request_id=self.request_id,
             index=self.index,

@@ -204,6 +204,8 @@ class Scheduler:
             return num_drafts
         budget = min(self.config.max_num_batched_tokens, self.config.max_verified_tokens or self.config.max_num_batched_tokens)
         num_drafts = min(num_drafts, max(0, budget // len(decoding) - 1))
+        if len(decoding) * self.pages.num_for(1 + num_drafts) <= self.pages.num_available:  # as if nobody had room in its last page
+            return num_drafts
         missing = sum(max(0, self._num_pages_ahead(s, num_drafts) - len(s.pages)) for s in decoding)
         return num_drafts if missing <= self.pages.num_available else 0
 

@@ -138,6 +138,7 @@ class Decoder:
         self.layers = [DecoderLayer(build, i) for i in range(config.num_layers)]
         self.norm = storage.dense(config.hidden_size)
         self.draft_head: DraftHead | None = None
+        self._make_guess_head, self._guess_head = backend.guess_head, None
         if with_mtp:
             idx, eps = config.mtp.first_layer_idx, config.rms_norm_eps
             block = DecoderLayer(build, idx)
@@ -177,7 +178,9 @@ class Decoder:
         return {idx: block.moe for idx, block in blocks.items() if block.moe is not None}
 
     def reserve(self) -> None:
-        """Take the memory that steps keep besides weights and caches. Collective over the instance."""
+        """Take the memory that steps keep besides weights and caches. Collective over the instance; the weights are there."""
+        if self.draft_head is not None and self._make_guess_head is not None:
+            self._guess_head = self._make_guess_head(self.head)
         for layer in self.layers:
             if layer.moe is not None:
                 layer.moe.reserve()
@@ -264,6 +267,12 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """hidden `[R, hidden]` after the final norm -> `[R, vocab]` fp32 at rank 0 of the TP group, None elsewhere."""
         return self.tp.gather_columns(self.ops.linear(hidden, self.head).float(), self._vocab_lens)
+
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The same for what `draft` gave; nearly, where the backend has something cheaper than the head."""
+        if self._guess_head is None:
+            return self.logits(hidden)
+        return self.tp.gather_columns(self._guess_head.logits(hidden), self._vocab_lens)
 
 
 def even_slices(num: int, parts: int) -> list[int]:

@@ -1,12 +1,14 @@
 """The CPU backend: what a laptop runs, and the reference for every other backend."""
 
 import logging
+from functools import partial
 
 import torch
 
 from hw.api import Backend, ExpertComm, Ops, Unsupported
 from hw.cpu.ep_comm import GlooExpertComm
 from hw.cpu.expert_comm import LocalExpertComm
+from hw.cpu.guess_head import NativeGuessHead
 from hw.cpu.invariant import InvariantOps
 from hw.cpu.native import Kernels, NoKernels, open_kernels
 from hw.cpu.native_experts import NativeExpertComm
@@ -55,7 +57,11 @@ def open_cpu(
     # What goes through gloo is in no recording.
     recorder = Recorder(kernels) if isinstance(comm, NativeExpertComm) and groups.tp.size == 1 else None
     rows = None if kernels is None else NativeRows(kernels)
-    return Backend(name="cpu", ops=ops, runtime=CpuRuntime(recorder), expert_comm=comm, tp=groups.tp, moves=moves, rows=rows)
+    # AVX2 has no instruction for it.
+    guess_head = partial(NativeGuessHead, kernels) if kernels is not None and kernels.target == "AVX512-BF16" else None
+    return Backend(
+        name="cpu", ops=ops, runtime=CpuRuntime(recorder), expert_comm=comm, tp=groups.tp, moves=moves, rows=rows, guess_head=guess_head
+    )
 
 
 def _open_kernels(kernel_cache_dir: str | None, cpu_kernels: str) -> Kernels | None:

@@ -25,7 +25,10 @@ SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("g++", "clang++")
 # By preference: flags of a CPU that can run it, as Linux names them, and what to tell the compiler.
 TARGETS = {
-    "AVX512-BF16": ({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+    "AVX512-BF16": (
+        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"},
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    ),
     "AVX2": ({"avx2", "fma", "bmi2", "f16c", "movbe"}, ("-march=x86-64-v3",)),
 }
 # No contraction: a product and a sum are two roundings wherever torch makes two.
@@ -48,6 +51,7 @@ _SIGNATURES = {
     "lay_out": "ppiipipiipiiiiipppp",
     "settle": "ppipipiipp",
     "argmax": "piip",
+    "guess": "ipiippiipi",
     "copy_rows": "pipipipiii",
     "add_int": "pipi",
 }

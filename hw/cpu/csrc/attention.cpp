@@ -21,11 +21,12 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 struct Running {
   float top = kNone, total = 0.0f, decay = 1.0f;
 
-  // scores[kBlock] become weights; the first `seen` are of keys that the query sees.
-  void take(float* scores, int64_t seen, float scale) {
-    for (int64_t j = std::max<int64_t>(seen, 0); j < kBlock; ++j) scores[j] = kNone;
+  // scores[keys] become weights, and what fills the last register of them 0; the first `seen` are of keys that the query sees.
+  void take(float* scores, int64_t seen, float scale, int keys = kBlock) {
+    const int end = (keys + kLanes - 1) / kLanes * kLanes;
+    for (int64_t j = std::max<int64_t>(seen, 0); j < end; ++j) scores[j] = kNone;
     Vec most = splat(kNone);
-    for (int j = 0; j < kBlock; j += kLanes) {
+    for (int j = 0; j < end; j += kLanes) {
       const Vec x = mul(load(scores + j), splat(scale));
       store(scores + j, x);
       most = max(most, x);
@@ -36,7 +37,7 @@ struct Running {
     store(powers, exp(splat(top - safe)));
     decay = powers[0];
     Vec sums = zero();
-    for (int j = 0; j < kBlock; j += kLanes) {
+    for (int j = 0; j < end; j += kLanes) {
       const Vec p = exp(sub(load(scores + j), splat(safe)));
       store(scores + j, p);
       sums = add(sums, p);
@@ -157,7 +158,7 @@ void attend_pages(const Pages& a, const T* q, int64_t seq, int64_t first, int64_
         for (int i = 0; i < kRows; i += 2) dots<T, 2>(rows + i, keys + j, a.dim, scores + i * kBlock + j);
       }
     }
-    for (int i = 0; i < kRows; ++i) running[i].take(scores + i * kBlock, std::min<int64_t>(sees[i] - low, kBlock), a.scale);
+    for (int i = 0; i < kRows; ++i) running[i].take(scores + i * kBlock, std::min<int64_t>(sees[i] - low, kBlock), a.scale, count);
     for (int64_t d = 0; d < a.latent; d += kWide * kLanes) {
       const T* values[kBlock];
       for (int j = 0; j < count; ++j) values[j] = keys[j] + d;

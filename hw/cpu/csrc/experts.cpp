@@ -41,9 +41,11 @@ void pick(const float* values, int64_t n, int64_t count, std::vector<char>& take
 
 class Gate {
  public:
-  explicit Gate(const Rule& rule)
-      : rule_(rule), scores_(rule.experts), choice_(rule.experts), group_scores_(rule.groups), taken_(rule.experts), group_taken_(rule.groups),
-        kept_(rule.topk_groups) {}
+  void use(const Rule& rule) {
+    rule_ = rule;
+    for (auto* one : {&scores_, &choice_}) one->resize(rule.experts);
+    taken_.resize(rule.experts), group_scores_.resize(rule.groups), group_taken_.resize(rule.groups), kept_.resize(rule.topk_groups);
+  }
 
   void row(const float* logits, const float* bias, int64_t* idx, float* weight) {
     score(logits, scores_.data(), rule_);
@@ -126,7 +128,8 @@ EXPORT void gate_topk(
     int64_t* idx, int64_t* phy, float* weight, int64_t num_threads) {
   const Rule rule{experts, top_k, softmax, groups, topk_groups, top2, normalize, scaling};
   threads::share_range(num_threads, rows, rows * experts * top_k, [&](int64_t begin, int64_t end) {
-    Gate gate(rule);
+    thread_local Gate gate;
+    gate.use(rule);
     for (int64_t r = begin; r < end; ++r) {
       gate.row(logits + r * experts, bias, idx + r * top_k, weight + r * top_k);
       for (int64_t k = 0; k < top_k; ++k) {
