@@ -30,7 +30,8 @@ constexpr int kShortPieces = 8;             // registers that hold a short row o
 constexpr int64_t kShortRows = 4;           // more are better served by tiles
 constexpr int64_t kShortBytes = 16 << 10;   // of weights that pass before the next two such rows come
 constexpr int64_t kPanelBytes = 16 << 10;   // of a weight in FP8 that are dense at a time
-constexpr int64_t kWorthSharing = 1 << 16;  // multiplications, about 2 us of them; fewer are done before others have come
+constexpr int64_t kWorthSharing = 1 << 18;  // multiplications, about 4 us of them: cores that share no cache need 1 to hand results over
+constexpr int64_t kGroupsWorthSharing = 1 << 16;  // the same for groups, whose weights come from farther: not all are used in every step
 
 // Rows of x times rows of w: out[i, j] = sum over k of x[i, k] * w[j, k], for kRows rows and up to four columns. kAtOnce: columns that
 // are worked on together; one, where there is nothing but to wait for weights, which come fastest from one end to the other. Meanwhile kAsked
@@ -316,7 +317,7 @@ void each_group(
   for (int64_t g = 0; g < groups.count; ++g)
     if (const int64_t more = groups.num_rows(g)) busy.push_back(g), rows += more;
   if (busy.empty() || !outer) return;
-  if (rows * outer * inner < kWorthSharing) num_threads = 1;
+  if (rows * outer * inner < (groups.counts ? kGroupsWorthSharing : kWorthSharing)) num_threads = 1;
   const int64_t* const of = busy.data();
   const int64_t count = static_cast<int64_t>(busy.size());
   // A few runs for each thread even out what the machine takes from one of them; shorter ones would only be counted.
@@ -324,7 +325,7 @@ void each_group(
   const int64_t run = (std::clamp<int64_t>(wanted, 32, 512) + align - 1) / align * align;
   const int64_t runs = (outer + run - 1) / run;
   threads::share(num_threads, count * runs, [&, of](int64_t task) {
-    const int64_t g = of[task / runs], begin = task % runs * run, end = std::min(outer, begin + run);
+    const int64_t g = of[task % count], begin = task / count * run, end = std::min(outer, begin + run);
     const int64_t rows = groups.num_rows(g);
     const T* from = x + (groups.starts ? groups.starts[g] * x_row : g * groups.x_step);
     T* to = out + (groups.starts ? groups.starts[g] * out_row : g * groups.out_step);

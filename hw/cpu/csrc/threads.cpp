@@ -17,13 +17,16 @@ constexpr int kSpins = 4000;         // looks at a quiet pool before a helper of
 constexpr int kYields = 1000;        // more of them before it lies down, half a millisecond if nobody wants the core: longer than a short step
 constexpr int kSpinsForHelpers = 1000;  // looks at helpers in the middle of a task before they are offered this core
 
-// What is to be done lies in `left_`: the number of the job in the high half, how many of its tasks nobody has taken in the low one. The
-// other fields of a job are written while that is 0 and hold still until it is 0 again, so whoever takes a task by lowering `left_` has read
-// the fields of its job.
+// What is to be done lies in `left_`: the number of the job in the high half, then the first task that nobody has taken, then the one behind
+// the last. The other fields of a job are written while there is none and hold still until there is none again, so whoever takes a task by
+// changing `left_` has read the fields of its job.
+//
+// The caller takes tasks from the front, helpers from the back. So of work that is done again and again each core has about the same part
+// each time, and finds what it reads in its own caches.
 class Pool {
  public:
   void run(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context) {
-    if (count >= kNone || busy_.test_and_set(std::memory_order_acquire)) {
+    if (count > kMost || busy_.test_and_set(std::memory_order_acquire)) {
       for (int64_t i = 0; i < count; ++i) task(context, i);
       return;
     }
@@ -55,24 +58,28 @@ class Pool {
     count_.store(count, std::memory_order_relaxed);
     num_wanted_.store(wanted, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
-    left_.store(++job_ * kNone + static_cast<uint64_t>(count));  // in one order with `num_asleep_`: who lies down sees it, or is seen
+    left_.store(++job_ * kJob + static_cast<uint64_t>(count));  // in one order with `num_asleep_`: who lies down sees it, or is seen
     if (num_asleep_.load() > 0) {
       std::lock_guard<std::mutex> lock(mutex_);
       waken_.notify_all();
     }
   }
 
-  static constexpr int64_t kNone = int64_t{1} << 32;
+  static constexpr uint64_t kFront = 1 << 16, kJob = uint64_t{1} << 32;
+  static constexpr int64_t kMost = kFront - 1;
+  static int64_t front(uint64_t left) { return static_cast<int64_t>(left % kJob / kFront); }
+  static int64_t back(uint64_t left) { return static_cast<int64_t>(left % kFront); }
+  static bool some(uint64_t left) { return front(left) < back(left); }
 
   // Do one task; false if there is none.
   bool take(int64_t helper = -1) {
     uint64_t left = left_.load(std::memory_order_acquire);
-    while (left % kNone) {
+    while (some(left)) {
       if (helper >= num_wanted_.load(std::memory_order_relaxed)) return false;
       const auto task = task_.load(std::memory_order_relaxed);
       void* const context = context_.load(std::memory_order_relaxed);
-      const int64_t i = count_.load(std::memory_order_relaxed) - static_cast<int64_t>(left % kNone);
-      if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) continue;
+      const int64_t i = helper < 0 ? front(left) : back(left) - 1;
+      if (!left_.compare_exchange_weak(left, helper < 0 ? left + kFront : left - 1, std::memory_order_acq_rel)) continue;
       task(context, i);
       done_.fetch_add(1, std::memory_order_release);
       return true;
@@ -90,7 +97,7 @@ class Pool {
       }
       std::unique_lock<std::mutex> lock(mutex_);
       num_asleep_.fetch_add(1);
-      waken_.wait(lock, [&] { return left_.load() % kNone && helper < num_wanted_.load(std::memory_order_relaxed); });
+      waken_.wait(lock, [&] { return some(left_.load()) && helper < num_wanted_.load(std::memory_order_relaxed); });
       num_asleep_.fetch_sub(1);
     }
   }
