@@ -387,6 +387,9 @@ class Runtime(Protocol):
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """A copy on the device, queued behind earlier work and not waited for; the array may change at once."""
 
+    def send(self, *parts: tuple[np.ndarray, torch.Tensor]) -> None:
+        """Queue one copy of host arrays to tensors that are there, of the same shapes and dtypes. The arrays may change at once."""
+
     def download(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Queue copies to the host; the result waits for them, and for nothing that is queued later."""
 

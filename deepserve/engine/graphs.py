@@ -276,9 +276,7 @@ class DecodeGraphs:
         for name in DRAW_FIELDS:
             getattr(rows, name).take(draw_rows, out=fields[name][: len(draw_rows)], mode="clip")  # the other modes would copy it twice
         page_table = usable_pages(rows, entry_rows, width)
-        sent = self._backend.runtime.upload(np.concatenate((layout.packed, page_table.reshape(-1).view(np.uint8))))
-        self._packed[: layout.num_bytes] = sent[: layout.num_bytes]
-        self._page_table[:num_seqs, :width] = sent[layout.num_bytes :].view(torch.int32).view(num_seqs, width)
+        self._backend.runtime.send((layout.packed, self._packed[: layout.num_bytes]), (page_table, self._page_table[:num_seqs, :width]))
 
     def can_draft(self, drawing: Drawing, step: ExpertStep) -> bool:
         """Whether `draft` serves a step that was not replayed itself: other ranks must reach experts in the same way."""
@@ -314,4 +312,4 @@ class DecodeGraphs:
         """Nobody's rows only, for the time of a capture."""
         layout = self._layouts[key]
         self._leave_over(layout.fields, 0, key[1])
-        self._packed[: layout.num_bytes] = self._backend.runtime.upload(layout.packed)
+        self._backend.runtime.send((layout.packed, self._packed[: layout.num_bytes]))

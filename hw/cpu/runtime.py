@@ -74,6 +74,10 @@ class CpuRuntime:
     def upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())
 
+    def send(self, *parts: tuple[np.ndarray, torch.Tensor]) -> None:
+        for array, target in parts:
+            target.numpy()[...] = array
+
     def download(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         return lambda: tensors
 

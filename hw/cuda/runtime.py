@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from hw.groups import Group, PeerLost
 from hw.rules import ModelShapes
 
 _POLL_S = 2e-5
+
+
+_SENT_ALIGN = 16  # bytes, at which any dtype may begin
 
 
 class CudaRuntime:
@@ -60,6 +64,15 @@ class CudaRuntime:
         pinned = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), pin_memory=True)
         pinned.numpy()[...] = array
         return pinned.to(self.device, non_blocking=True)
+
+    def send(self, *parts: tuple[np.ndarray, torch.Tensor]) -> None:
+        ends = list(accumulate(-(-array.nbytes // _SENT_ALIGN) * _SENT_ALIGN for array, _ in parts))
+        packed = np.empty(ends[-1], np.uint8)
+        for (array, _), end in zip(parts, [0, *ends], strict=False):
+            packed[end : end + array.nbytes] = array.reshape(-1).view(np.uint8)
+        sent = self.upload(packed)
+        for (array, target), end in zip(parts, [0, *ends], strict=False):
+            target.copy_(sent[end : end + array.nbytes].view(target.dtype).view(array.shape))
 
     def download(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         return download(tensors, self._peers)
