@@ -14,7 +14,7 @@ MIN_SAMPLES = 3  # measured steps before a cost counts
 NEAR = 4  # doublings of the number of sequences over which costs by k are taken to keep their proportions until they are measured
 PROBE_EVERY, PROBE_SELDOM = 32, 256  # steps between turns of another k, at first and in the end
 REVIEW_EVERY = 8  # steps between looks for the best
-PROBE_STEPS = 2  # of one turn: drafts of the first are verified in the second
+PROBE_STEPS = 3  # of one turn: the first is not measured
 COST_WEIGHT, PACE_WEIGHT = 0.3, 0.3  # of a new measurement
 MAX_OUTLIER = 1.2  # times the known cost: a step that was held up tells little
 MEMORY = 512  # drafts after which old acceptance counts for half
@@ -63,6 +63,7 @@ class DraftSchedule:
     _accepted: list[float] = field(init=False)  # by position
     _drafted: list[float] = field(init=False)  # by position, where all drafts before it stood
     _loads: dict[int, _Load] = field(init=False, default_factory=dict)
+    _latest: int = -1  # drafts of the step that was reported last
 
     def __post_init__(self):
         self._accepted = [PRIOR_ACCEPTED] * self.max_drafts
@@ -81,6 +82,9 @@ class DraftSchedule:
         """A step that only decoded took so long, with as many drafts verified as made."""
         if not self.adaptive:
             return  # nobody will ask
+        if self._latest != num_drafts:  # it pays for the change: rows are told anew, and nothing of it is in caches
+            self._latest = num_drafts
+            return
         load = self._load(num_seqs)
         if load.num_samples[num_drafts] < MIN_SAMPLES and load.complete:  # between two that are known: a better start than one step
             load.costs, load.num_samples[num_drafts] = load.line(), MIN_SAMPLES

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mtp.schedule import PROBE_SELDOM, DraftSchedule
+from mtp.schedule import PROBE_SELDOM, PROBE_STEPS, DraftSchedule
 
 
 def simulate(schedule: DraftSchedule, num_seqs: int, num_steps: int, acceptance: list[float], costs: list[float], seed=0) -> list[int]:
@@ -125,9 +125,22 @@ def test_turns_of_others_are_few_and_never_end():
     schedule = DraftSchedule(1)
     simulate(schedule, 1, 2000, [0.0], [1.0, 1.5])
     chosen = simulate(schedule, 1, 10 * PROBE_SELDOM, [0.0], [1.0, 1.5])
-    assert 2 * 9 <= chosen.count(1) <= 2 * 11
+    assert PROBE_STEPS * 9 <= chosen.count(1) <= PROBE_STEPS * 11
     last = max(i for i, k in enumerate(chosen) if k)
     assert chosen[last - 1 : last + 1] == [1, 1], "a draft is made in one step and verified in the next"
+
+
+def test_steps_behind_a_change_say_nothing(seed):
+    """They take longer, and a turn is short: what gets one must not look dear."""
+    rng, schedule, acceptance, costs, chosen = random.Random(seed), DraftSchedule(2), [0.97, 0.55], [1.3, 1.4, 1.9], []
+    for _ in range(600):
+        k = schedule.choose(1)
+        if k:
+            schedule.observe_drafts(k, next((j for j in range(k) if rng.random() >= acceptance[j]), k))
+        changed = not chosen or chosen[-1] != k
+        schedule.observe_step(1, k, costs[k] * rng.uniform(0.95, 1.05) + 1.0 * changed)
+        chosen.append(k)
+    assert chosen[300:].count(1) > 0.9 * 300
 
 
 def test_one_slow_step_changes_nothing():
