@@ -82,10 +82,11 @@ class DraftSchedule:
         """A step that only decoded took so long, with as many drafts verified as made."""
         if not self.adaptive:
             return  # nobody will ask
-        if self._latest != num_drafts:  # it pays for the change: rows are told anew, and nothing of it is in caches
-            self._latest = num_drafts
-            return
+        changed, self._latest = self._latest != num_drafts, num_drafts
         load = self._load(num_seqs)
+        # Behind a change a step pays for it: rows are told anew, and nothing of it is in caches. Of many of the best, one tells enough.
+        if changed or (load.calm and num_drafts == load.best):
+            return
         if load.num_samples[num_drafts] < MIN_SAMPLES and load.complete:  # between two that are known: a better start than one step
             load.costs, load.num_samples[num_drafts] = load.line(), MIN_SAMPLES
         cost, num_samples = load.costs[num_drafts], load.num_samples[num_drafts]
