@@ -1,6 +1,6 @@
 """Speculative decoding with the shipped model on a CPU: speed with and without drafts, and how many stand.
 
-    python bench/mtp_cpu.py [--drafts 1 2 3] [--rounds 5] [--traffic chat] [--together 16] [--threads 1] [--json FILE]
+    python bench/mtp_cpu.py [--drafts 1 2 3] [--rounds 5] [--traffic chat] [--together 16] [--threads 2] [--json FILE]
 
 Chat: held-out exchanges of the tasks that the model was trained for (those that need none of its texts), greedy, to their end. Text:
 openings of prose, continued greedily for 32 to 96 tokens. Random: prompts of random tokens, continued at temperature 5, so that next to no
@@ -10,7 +10,8 @@ time, and the fewer, the more drafts make them differ.)
 
 Engines take turns request by request (or batch by batch), so that whatever else the machine does falls on all alike, and each round
 shuffles their order. A figure is the median over rounds; ratios are of the same round. On a busy machine `--clock cpu` counts the seconds
-that the process computed instead of those that went by.
+that the process computed instead of those that went by. Where the machine's cores were near each other in some rounds and far in others
+(`bench/core_distance.py`), there is a line for either.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from core_distance import FAR_NS, round_trip_ns
 
 from deepserve.config import EngineArgs, SpeculativeConfig
 from deepserve.engine.engine import Engine, resolve
@@ -145,11 +147,42 @@ def run_many(engine: Engine, jobs: list[Job], together: int, clock: Callable[[],
     return took, num_tokens
 
 
-def measure(engines: dict[str, Engine], jobs: list[Job], together: int, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Tokens per second of each engine in each round."""
+@dataclass(frozen=True)
+class Rounds:
+    """What was measured, a value for each round."""
+
+    speeds: dict[str, list[float]]  # tokens per second of each engine
+    cores: list[str]  # "near", "far", or "" where that changed or cannot be told
+
+    def of(self, cores: str) -> "Rounds":
+        kept = [i for i, where in enumerate(self.cores) if where == cores]
+        return Rounds({name: [values[i] for i in kept] for name, values in self.speeds.items()}, [cores] * len(kept))
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.speeds[name])
+
+    def ratio(self, name: str, to: str) -> float:
+        return statistics.median(a / b for a, b in zip(self.speeds[name], self.speeds[to], strict=True))
+
+    def line(self, title: str) -> str:
+        """Speeds; the best number of drafts to none; the adaptive choice to none and to the best number, none among them."""
+        fixed = [name for name in self.speeds if name != "adaptive"]
+        drafts, best = max(fixed[1:], key=self.median), max(fixed, key=self.median)
+        ratios = f"{self.ratio(drafts, 'off'):>12.2f}{self.ratio('adaptive', 'off'):>14.2f}{self.ratio('adaptive', best):>17.2f}"
+        return f"{title:<30}" + "".join(f"{self.median(name):>12.0f}" for name in self.speeds) + ratios
+
+
+def _where(*round_trips: float | None) -> str:
+    if None in round_trips or len({took > FAR_NS for took in round_trips}) > 1:
+        return ""
+    return "far" if round_trips[0] > FAR_NS else "near"
+
+
+def measure(engines: dict[str, Engine], jobs: list[Job], together: int, rounds: int, clock: Callable[[], float]) -> Rounds:
     rng = random.Random(1)
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    found = Rounds({name: [] for name in engines}, [])
     for number in range(rounds + 1):
+        before = round_trip_ns()
         seconds, tokens = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
         for turn in [[job] for job in jobs] if together == 1 else [jobs]:
             for name in rng.sample(sorted(engines), len(engines)):
@@ -159,15 +192,16 @@ def measure(engines: dict[str, Engine], jobs: list[Job], together: int, rounds: 
         assert together > 1 or len(set(tokens.values())) == 1, tokens
         if number:  # the first round warms up
             for name in engines:
-                speeds[name].append(tokens[name] / seconds[name])
-    return speeds
+                found.speeds[name].append(tokens[name] / seconds[name])
+            found.cores.append(_where(before, round_trip_ns()))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, help="of an engine; by default what one takes if nobody says otherwise")
     parser.add_argument("--traffic", nargs="+", default=["chat", "text", "random"])
     parser.add_argument("--together", type=int, nargs="+", default=[1, 16], help="requests that run at once")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
@@ -176,33 +210,39 @@ def main() -> None:
     args = parser.parse_args()
     names = {"off": (0, False), **{f"{k} drafts": (k, False) for k in args.drafts}, "adaptive": (max(args.drafts), True)}
     busy = f"load average {os.getloadavg()[0]:.1f} at the start"
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {args.threads} thread(s), {args.clock} time, {busy}")
-    print(f"{'':<22}" + "".join(f"{name:>12}" for name in names) + f"{'adaptive/off':>14}{'adaptive/best k':>17}   acceptance by place")
+    threads = args.threads or torch.get_num_threads()
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {threads} thread(s), {args.clock} time, {busy}")
+    print(
+        f"{'':<30}"
+        + "".join(f"{name:>12}" for name in names)
+        + "  drafts/off  adaptive/off  adaptive/best k  rounds near/far   acceptance by place"
+    )
     rows = []
     for traffic in args.traffic:
         for together in args.together:
             # New ones for each row, so that the adaptive one has to find its way.
             engines = {name: make_engine(k, adaptive, args.threads) for name, (k, adaptive) in names.items()}
             jobs = jobs_of(traffic, 16 if together == 1 else 4 * together, engines["off"].limits.vocab_size)
-            speeds = measure(engines, jobs, together, args.rounds, CLOCKS[args.clock])
-            to_off = statistics.median(a / off for a, off in zip(speeds["adaptive"], speeds["off"], strict=True))
-            fixed = [name for name in names if name != "adaptive"]
-            best = max(fixed, key=lambda name: statistics.median(speeds[name]))
-            to_best = statistics.median(a / b for a, b in zip(speeds["adaptive"], speeds[best], strict=True))
+            found = measure(engines, jobs, together, args.rounds, CLOCKS[args.clock])
             load = engines[f"{max(args.drafts)} drafts"].load()
             places = [load.num_drafts, *load.num_accepted_by_position]
             acceptance = [b / a if a else 0.0 for a, b in pairwise(places)]
-            median = {name: statistics.median(values) for name, values in speeds.items()}
-            rows.append({"traffic": traffic, "together": together, "speeds": speeds, "adaptive_to_off": to_off, "adaptive_to_best": to_best,
-                         "best": best, "acceptance": acceptance})  # fmt: skip
-            cells = "".join(f"{median[name]:>12.0f}" for name in names)
-            shares = " ".join(f"{share:.2f}" for share in acceptance)
-            print(f"{traffic + f', {together} at a time':<22}{cells}{to_off:>14.2f}{to_best:>17.2f}   {shares}", flush=True)
+            rows.append({"traffic": traffic, "together": together, **vars(found), "acceptance": acceptance})
+            where = f"{found.cores.count('near')}/{found.cores.count('far')}"
+            print(found.line(f"{traffic}, {together} at a time") + f"{where:>17}  ", *(f"{share:.2f}" for share in acceptance), flush=True)
+            parts = {where: found.of(where) for where in ("near", "far")}
+            for where, part in parts.items() if all(part.cores for part in parts.values()) else ():
+                print(part.line(f"  {len(part.cores)} rounds, cores {where}"), flush=True)
     if args.exchanges:
         print_acceptance(args.exchanges, args.threads)
     print(f"tokens per second; load average {os.getloadavg()[0]:.1f} at the end")
     if args.json:
-        machine = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": args.threads, "clock": args.clock}
+        machine = {
+            "torch": torch.__version__,
+            "cores": os.cpu_count(),
+            "threads": args.threads or torch.get_num_threads(),
+            "clock": args.clock,
+        }
         args.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
 
 
