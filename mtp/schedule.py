@@ -12,7 +12,7 @@ from itertools import pairwise
 
 MIN_SAMPLES = 3  # measured steps before a cost counts
 NEAR = 4  # doublings of the number of sequences over which costs by k are taken to keep their proportions until they are measured
-PROBE_EVERY, PROBE_SELDOM = 32, 256  # steps between turns of another k, at first and in the end
+PROBE_EVERY, PROBE_SELDOM = 32, 512  # steps between turns of another k, at first and in the end
 REVIEW_EVERY = 8  # steps between looks for the best
 PROBE_STEPS = 3  # of one turn: the first is not measured
 COST_WEIGHT, PACE_WEIGHT = 0.3, 0.3  # of a new measurement
