@@ -23,21 +23,42 @@ def mtp(num_drafts: int, *, adaptive: bool = False) -> dict:
     return {"speculative_config": SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=adaptive)}
 
 
-def test_drafts_of_the_shipped_model_are_the_references():
+@pytest.mark.parametrize("guessed", [False, True], ids=["head", "head in 8 bits"])
+def test_drafts_of_the_shipped_model_are_the_references(guessed):
     """What transformers' MTP module drafts, teacher-forced: each next token is known when a draft is made behind it."""
     engine = make_engine(**mtp(1))
-    drafter, drafted = engine.runner.drafter, []
+    drafter, drafted, num_equal, num_all = engine.runner.drafter, [], 0, 0
+    if guessed and engine.runner.model._guess_head is None:
+        pytest.skip("this CPU has no instruction for products of 8 bits")
+    if not guessed:
+        engine.runner.model._guess_head = None
     best = drafter._best
     drafter._best = lambda hidden: (found := best(hidden), drafted.append(int(found[0])))[0]
     for case in golden_cases():
         drafted.clear()
         (story,) = run_together(engine, [Request(case["prompt_ids"], {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True})])
         assert story.tokens == case["output_ids"][:24]
-        known, wanted = 1, []  # the draft that is made with so many tokens known stands or falls with the next one
-        while known < 24:
-            wanted.append(case["mtp_draft_ids"][known - 1])
-            known += 1 + (wanted[-1] == case["output_ids"][known])
-        assert drafted[: len(wanted)] == wanted, case["name"]
+        known = 1  # the draft that is made with so many tokens known stands or falls with the next one
+        for draft in drafted:
+            if known >= 24:
+                break
+            num_equal += draft == case["mtp_draft_ids"][known - 1]
+            num_all += 1
+            known += 1 + (draft == case["output_ids"][known])
+    assert num_all > 100
+    assert num_equal == num_all if not guessed else 0.94 * num_all <= num_equal < num_all, (num_equal, num_all)
+
+
+def test_drafts_from_a_wrong_head_change_nothing_but_the_speed():
+    requests = [Request(case["prompt_ids"], {"max_tokens": 16, "temperature": 0.0}) for case in golden_cases()[:4]]
+    right, wrong = make_engine(**mtp(2)), make_engine(**mtp(2))
+    head = wrong.runner.model._guess_head
+    if head is None:
+        pytest.skip("this CPU has no instruction for products of 8 bits")
+    head.fill(torch.randn_like(wrong.runner.model.head))
+    stories = [run_together(engine, requests) for engine in (right, wrong)]
+    assert [story.tokens for story in stories[0]] == [story.tokens for story in stories[1]]
+    assert right.load().num_accepted_tokens > 10 > wrong.load().num_accepted_tokens
 
 
 # The same tokens
