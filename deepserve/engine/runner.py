@@ -74,13 +74,14 @@ class Runner:
         prompt_logprobs: dict[int, list[Wanted]] = {}
         logits, logprobs, new = None, None, False
         captured = None if self.graphs is None else self.graphs.find(plan, step)
-        runs = () if captured is not None and self.sampler.draws_plainly(plan.rows) else _runs(plan)
+        runs: list[tuple[int, int]] = []
         if captured is not None:
             new, captured.new = captured.new, False
             self.graphs.tell(captured, plan, self.rows)
-            if not runs:
+            if self.sampler.draws_plainly(plan.rows):
                 self.graphs.run(captured)
-            else:  # then the draw inside the graph was for nothing
+            else:  # the draw inside the graph is for nothing
+                runs = _runs(plan)
                 replayed = captured.target().first(len(captured.tokens))
                 logits = replayed.logits
                 drawn, logprobs = self._draw(logits, runs, replayed.positions + 1, replayed.token_ids)
@@ -89,6 +90,7 @@ class Runner:
             tokens, accepted = captured.tokens.clone(), captured.accepted.clone()  # the next replay may come before they are read
         else:
             self.wait()
+            runs = _runs(plan)
             batch = build_batch(plan, self.rows, self.state, self.page_size, self.backend.runtime)
             hidden = self.model.forward(batch.token_ids, batch.meta, self.caches, step)
             prompt_logprobs = {i: self._prompt_logprobs(plan, i, hidden, int(batch.ends[i])) for i in plan.prompt_logprobs}
@@ -103,7 +105,7 @@ class Runner:
                 (self.graphs if replays else self.drafter).draft(batch.drawing, plan.num_drafts, begin, step)
         if num_drafts is not None:  # others may go on drafting with experts of ours
             self.model.idle_drafts(step, num_drafts - plan.num_drafts)
-        if logits is not None and runs:
+        if logits is not None:
             self.sampler.count(runs, tokens, accepted)
         wanted = [*([logprobs] if logprobs else []), *(tile for tiles in prompt_logprobs.values() for tile in tiles)]
         fetch = self.backend.runtime.download([tokens, accepted, *(tensor for one in wanted for tensor in one.tensors)])

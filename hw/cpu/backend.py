@@ -57,11 +57,10 @@ def open_cpu(
     # What goes through gloo is in no recording.
     recorder = Recorder(kernels) if isinstance(comm, NativeExpertComm) and groups.tp.size == 1 else None
     rows = None if kernels is None else NativeRows(kernels)
+    runtime = CpuRuntime(recorder)
     # AVX2 has no instruction for it.
-    guess_head = partial(NativeGuessHead, kernels) if kernels is not None and kernels.target == "AVX512-BF16" else None
-    return Backend(
-        name="cpu", ops=ops, runtime=CpuRuntime(recorder), expert_comm=comm, tp=groups.tp, moves=moves, rows=rows, guess_head=guess_head
-    )
+    guess_head = partial(NativeGuessHead, kernels, runtime.empty) if kernels is not None and kernels.target == "AVX512-BF16" else None
+    return Backend(name="cpu", ops=ops, runtime=runtime, expert_comm=comm, tp=groups.tp, moves=moves, rows=rows, guess_head=guess_head)
 
 
 def _open_kernels(kernel_cache_dir: str | None, cpu_kernels: str) -> Kernels | None:

@@ -1,5 +1,7 @@
 """A head in 8 bits, by the kernel of `csrc/guesses.cpp`."""
 
+from collections.abc import Callable
+
 import torch
 
 from hw.cpu.native import Kernels
@@ -11,16 +13,13 @@ _TILE = 4096  # rows that are wide at a time
 class NativeGuessHead:
     """See `hw.guess_head.GuessHead`. Each row is rounded to 255 steps between plus and minus its largest value, inputs alike."""
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor):
+    def __init__(self, kernels: Kernels, empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], weight: torch.Tensor):
+        """empty: allocates what is read in every step."""
         self._kernels, self._shape = kernels, weight.shape
         groups, steps = -(-weight.shape[0] // _COLUMNS), -(-weight.shape[1] // _INNER)
-        self._data = torch.empty(groups, steps, _COLUMNS, _INNER, dtype=torch.uint8)
-        self._scales = torch.empty(groups * _COLUMNS)
+        self._data = empty((groups, steps, _COLUMNS, _INNER), torch.uint8)
+        self._scales = empty((groups * _COLUMNS,), torch.float32)
         self.fill(weight)
-
-    @property
-    def nbytes(self) -> int:
-        return self._data.nbytes + self._scales.nbytes
 
     def fill(self, weight: torch.Tensor) -> None:
         assert weight.shape == self._shape, (weight.shape, self._shape)

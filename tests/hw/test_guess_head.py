@@ -6,6 +6,7 @@ import torch
 from hw.cpu.guess_head import NativeGuessHead
 from hw.cpu.native import TARGETS, cpu_flags, open_kernels
 from hw.cpu.recording import Recorder
+from hw.cpu.runtime import CpuRuntime
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -25,7 +26,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rows, vocab, hidden", [(1, 4096, 256), (3, 100, 50), (2, 64, 4), (5, 1, 1), (2, 5001, 130)])
 def test_sums_are_those_of_rounded_values(kernels, dtype, rows, vocab, hidden):
     weight, x = torch.randn(vocab, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
-    head = NativeGuessHead(kernels, weight)
+    head = NativeGuessHead(kernels, CpuRuntime().empty, weight)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         logits = head.logits(x)
@@ -38,14 +39,14 @@ def test_sums_are_those_of_rounded_values(kernels, dtype, rows, vocab, hidden):
 
 def test_it_is_near_the_head(kernels):
     weight, x = torch.randn(4096, 256).bfloat16(), torch.randn(64, 256).bfloat16()
-    exact, guessed = x.double() @ weight.double().T, NativeGuessHead(kernels, weight).logits(x).double()
+    exact, guessed = x.double() @ weight.double().T, NativeGuessHead(kernels, CpuRuntime().empty, weight).logits(x).double()
     assert (guessed - exact).norm() < 0.015 * exact.norm()
     assert (guessed.argmax(1) == exact.argmax(1)).double().mean() > 0.9
 
 
 def test_what_was_recorded_sees_new_values(kernels):
     weight = torch.randn(128, 32)
-    head, x, recorder = NativeGuessHead(kernels, weight), torch.randn(1, 32), Recorder(kernels)
+    head, x, recorder = NativeGuessHead(kernels, CpuRuntime().empty, weight), torch.randn(1, 32), Recorder(kernels)
     again = recorder.capture(lambda: head.logits(x))
     with torch.inference_mode():
         before = [again().clone() for _ in range(2)]
@@ -56,7 +57,7 @@ def test_what_was_recorded_sees_new_values(kernels):
 def test_rows_without_values_and_numbers_that_are_none(kernels):
     weight = torch.randn(128, 32)
     weight[3] = 0
-    head = NativeGuessHead(kernels, weight)
+    head = NativeGuessHead(kernels, CpuRuntime().empty, weight)
     assert torch.equal(head.logits(torch.zeros(1, 32)), torch.zeros(1, 128))
     assert head.logits(torch.ones(1, 32))[0, 3] == 0
     for value in (float("nan"), float("inf")):

@@ -17,7 +17,7 @@ constexpr int kSpins = 4000;         // looks at a quiet pool before a helper of
 constexpr int kYields = 1000;        // more of them before it lies down, half a millisecond if nobody wants the core: longer than a short step
 constexpr int kSpinsForHelpers = 1000;  // looks at helpers in the middle of a task before they are offered this core
 
-// What is to be done lies in `left_`: the number of the job in the high half, then the first task that nobody has taken, then the one behind
+// What is to be done lies in `left_`: the number of the job, then the first task that nobody has taken, then the one behind
 // the last. The other fields of a job are written while there is none and hold still until there is none again, so whoever takes a task by
 // changing `left_` has read the fields of its job.
 //
@@ -65,7 +65,7 @@ class Pool {
     }
   }
 
-  static constexpr uint64_t kFront = 1 << 16, kJob = uint64_t{1} << 32;
+  static constexpr uint64_t kFront = 1 << 20, kJob = uint64_t{1} << 40;
   static constexpr int64_t kMost = kFront - 1;
   static int64_t front(uint64_t left) { return static_cast<int64_t>(left % kJob / kFront); }
   static int64_t back(uint64_t left) { return static_cast<int64_t>(left % kFront); }
