@@ -1,6 +1,7 @@
 // The way of tokens through routed experts, but for the products: gate, sorting by expert, SwiGLU, weighted sum.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -28,13 +29,22 @@ void score(const float* logits, float* scores, const Rule& rule) {
   for (int64_t e = 0; e < rule.experts; ++e) scores[e] /= total;
 }
 
-// The `count` largest of n values, best first, of equal ones the first; `taken` says which are out of the question and is changed.
-void pick(const float* values, int64_t n, int64_t count, std::vector<char>& taken, int64_t* picked) {
+// The `count` largest of n values, best first, of equal ones the first. `taken` says which are out of the question; these and what is picked
+// become -inf, and `taken`.
+void pick(float* values, int64_t n, int64_t count, std::vector<char>& taken, int64_t* picked) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < n; ++i) values[i] = taken[i] ? kNone : values[i];
   for (int64_t k = 0; k < count; ++k) {
-    int64_t best = -1;
-    for (int64_t i = 0; i < n; ++i)
-      if (!taken[i] && (best < 0 || values[i] > values[best])) best = i;
+    Vec most = splat(kNone);
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) most = max(most, load(values + i));
+    float top = largest(most);
+    for (; i < n; ++i) top = std::max(top, values[i]);
+    int64_t best = 0;
+    while (best < n && (taken[best] || !(values[best] == top))) ++best;
+    if (best == n) best = std::find(taken.begin(), taken.begin() + n, 0) - taken.begin();  // all that is left is no number
     taken[best] = 1;
+    values[best] = kNone;
     picked[k] = best;
   }
 }
@@ -93,10 +103,13 @@ void silu_mul_row(const T* gate, const T* up, T* out, int64_t inner) {
 
 template <class T>
 void silu_mul_rows(const T* x, T* out, const int32_t* counts, int64_t groups, int64_t rows, int64_t inner, int64_t num_threads) {
+  if (!counts) rows *= groups, groups = 1;
   threads::share_range(num_threads, groups * rows, groups * rows * inner, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      if (!counts || row % rows < counts[row / rows])
+    for (int64_t g = begin / std::max<int64_t>(rows, 1); g * rows < end; ++g) {
+      const int64_t first = std::max(begin, g * rows), last = std::min(end, g * rows + (counts ? counts[g] : rows));
+      for (int64_t row = first; row < last; ++row)
         silu_mul_row(x + row * 2 * inner, x + row * 2 * inner + inner, out + row * inner, inner);
+    }
   });
 }
 
@@ -154,7 +167,8 @@ EXPORT void silu_mul(
 EXPORT void to_experts(
     const char* x, int64_t row_bytes, const int64_t* chosen, int64_t tokens, int64_t top_k, int64_t experts,
     int64_t capacity, int32_t* counts, int64_t* home, char* out, int64_t num_threads) {
-  std::vector<int64_t> next(experts + 1, 0);
+  thread_local std::vector<int64_t> next;
+  next.assign(experts + 1, 0);
   for (int64_t i = 0; i < tokens * top_k; ++i) ++next[chosen[i] + 1];
   for (int64_t e = 0; e < experts; ++e) counts[e] = static_cast<int32_t>(next[e + 1]);
   for (int64_t e = 0; e < experts; ++e) next[e + 1] = capacity ? (e + 1) * capacity : next[e] + next[e + 1];

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr int64_t kWorthSharing = 1 << 16;  // logits of rows that are not drawn by chance
 constexpr int kQuads = 16;  // runs of four tokens whose noise is drawn at once
 
 // The largest value; -inf if there is none but NaN.
@@ -106,7 +107,9 @@ int64_t noisy_best(const float* scores, int64_t vocab, float border, uint32_t po
 EXPORT void sample(
     const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int64_t* top_k, const float* top_p, const float* min_p,
     const int64_t* seed, const int64_t* sequence, const int64_t* position, int64_t* tokens, int64_t threads) {
-  threads::share(threads, rows, [&](int64_t row) {
+  // The largest of a few thousand is found before another core has come.
+  const bool quick = rows * vocab < kWorthSharing && std::none_of(temperature, temperature + rows, [](float t) { return t > 0.0f; });
+  threads::share(quick ? 1 : threads, rows, [&](int64_t row) {
     const float* from = logits + row * vocab;
     if (!(temperature[row] > 0.0f)) {
       tokens[row] = std::find(from, from + vocab - 1, largest_of(from, vocab)) - from;  // the first of the largest
