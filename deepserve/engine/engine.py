@@ -170,6 +170,7 @@ class Engine:
         model = self.runner.model
         if self.balancer is None:
             return 0
+        self.runner.wait()
         unread = regroup_experts(self.config, model, self.backend, self.groups)
         fill_weights(self.config, unread, ignored=lambda name: True, progress=False)
         self.balancer.regroup(layout_of(self.config, self.groups.parallel), buffer_for_moves(model, self.backend, self.groups))
@@ -226,7 +227,6 @@ class Engine:
         outputs = self.scheduler.apply(result)
         if not self.has_work:
             self._collected_s = 0.0
-            self.runner.wait()  # threads that draft are for others then
         return outputs
 
     def _share(self, plan: StepPlan | None) -> StepPlan:

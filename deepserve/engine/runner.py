@@ -112,8 +112,12 @@ class Runner:
         return Launched(plan, new, logprobs, prompt_logprobs, fetch)
 
     def wait(self) -> None:
-        """For drafts that are still being made beside the host's work."""
+        """For drafts that are still being made beside the host's work: before anything that they read changes or goes."""
         if self.graphs is not None:
+            self.graphs.wait()
+
+    def __del__(self) -> None:
+        if vars(self).get("graphs") is not None:  # it may not have come so far
             self.graphs.wait()
 
     def collect(self, launched: "Launched") -> StepResult:

@@ -68,10 +68,10 @@ class Kernels:
         """has_amx: whether this CPU has a unit for matrices of bf16, which torch uses and these kernels do not."""
         self.path, self.target, self.has_amx = path, target, has_amx
         self._library = ctypes.CDLL(str(path))
-        for name, arguments in {**_SIGNATURES, "repeat_calls": "pi", "begin_calls": "ppi", "finish_calls": ""}.items():
+        for name, arguments in {**_SIGNATURES, "repeat_calls": "pi", "begin_calls": "ppi", "finish_calls": "i"}.items():
             function = getattr(self._library, name)
             function.argtypes = [_CTYPES[letter] for letter in arguments]
-            function.restype = ctypes.c_bool if name == "begin_calls" else None
+            function.restype = ctypes.c_int64 if name == "begin_calls" else None
             setattr(self, name, function)
 
     @contextmanager

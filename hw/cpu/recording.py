@@ -167,7 +167,7 @@ class Chain:
     """Captured works in a row, the last of them beside the host's own work."""
 
     def __init__(self, kernels: Kernels, first: Sequence[Callable[[], object]], beside: Sequence[Callable[[], object]]):
-        self._kernels, self._parts, self._begun = kernels, (first, beside), False
+        self._kernels, self._parts, self._begun = kernels, (first, beside), 0
         self._joined: list[_Calls] = []  # both parts, once they are known to be nothing but calls of kernels
 
     def __call__(self) -> Callable[[], None]:
@@ -188,8 +188,8 @@ class Chain:
 
     def finish(self) -> None:
         if self._begun:
-            self._kernels.finish_calls()
-            self._begun = False
+            self._kernels.finish_calls(self._begun)
+            self._begun = 0
 
     __del__ = finish  # what is still running reads what is about to go
 

@@ -20,8 +20,8 @@ from hw.testing import assert_close, tolerance
 ONE = """#define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT void one(long) {}
 EXPORT void repeat_calls(const void*, long) {}
-EXPORT bool begin_calls(const void*, void*, long) { return false; }
-EXPORT void finish_calls() {}
+EXPORT long begin_calls(const void*, void*, long) { return 0; }
+EXPORT void finish_calls(long) {}
 """
 
 

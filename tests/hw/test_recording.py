@@ -1,5 +1,8 @@
 """Captured work on a CPU: repetitions do what the work does, and what cannot be repeated is done again."""
 
+import os
+import signal
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -166,6 +169,49 @@ def test_works_of_a_chain_run_in_order(kernels, num_threads, num_beside, monkeyp
             chain()()
             assert torch.equal(out, expected) and torch.equal(copy, expected)
     assert [len(one._steps) for one in (first, second)] == [1, 1], "nothing is left to torch"
+
+
+def test_several_who_share_the_threads(kernels, monkeypatch):
+    """Each begins work and shares other work meanwhile, of others' and of its own."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    ops, recorder, wrong, threads = NativeOps(kernels), Recorder(kernels), [], []
+
+    @torch.inference_mode()
+    def work(begin, weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        for _ in range(3000):
+            x.copy_(torch.randn(8, 64))
+            wait, expected = begin(), ops.linear(x, weight)
+            wait()
+            if not torch.equal(out, expected):
+                wrong.append(weight)
+
+    for _ in range(3):
+        weight, x, out = torch.randn(1024, 64), torch.zeros(8, 64), torch.zeros(8, 1024)
+        with torch.inference_mode():
+            begin = recorder.chain([], [recorder.capture(lambda x=x, weight=weight, out=out: out.copy_(ops.linear(x, weight)))])
+            begin()
+        threads.append(threading.Thread(target=work, args=(begin, weight, x, out)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_forked_process_does_not_wait_for_what_its_parent_began(kernels, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    ops, weight, x, recorder = NativeOps(kernels), torch.randn(4096, 256), torch.randn(64, 256), Recorder(kernels)
+    begin = recorder.chain([], [recorder.capture(lambda: ops.linear(x, weight))])
+    with torch.inference_mode():
+        begin()()
+        wait = begin()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends it
+        wait()
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    wait()
 
 
 def test_memory_that_is_kept_is_bounded(kernels, monkeypatch):

@@ -32,30 +32,33 @@ class Pool {
     }
     grow(std::min(wanted, count) - 1);
     offer(std::min(wanted, count) - 1, count, task, context);
-    finish();
-  }
-
-  bool begin(void (*task)(void*, int64_t), void* context) {
-    if (busy_.test_and_set(std::memory_order_acquire)) return false;
-    grow(1);
-    offer(1, 1, task, context);
-    return true;
-  }
-
-  void finish() {
     while (take()) {
     }
-    const int64_t count = count_.load(std::memory_order_relaxed);
     for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins)
       spins < kSpinsForHelpers ? _mm_pause() : static_cast<void>(sched_yield());
     busy_.clear(std::memory_order_release);
   }
 
+  uint64_t begin(void (*task)(void*, int64_t), void* context) {
+    if (busy_.test_and_set(std::memory_order_acquire)) return 0;
+    grow(1);
+    const uint64_t begun = job_ + 1;
+    offer(1, 1, task, context, begun);
+    return begun;
+  }
+
+  // Another job's number where this one's was means that it has ended, or that this is a forked process, which has no such job.
+  void finish(uint64_t begun) {
+    for (int spins = 0; begun_.load(std::memory_order_acquire) == begun && ended_.load(std::memory_order_acquire) < begun; ++spins)
+      if (!take()) spins < kSpinsForHelpers ? _mm_pause() : static_cast<void>(sched_yield());
+  }
+
  private:
-  void offer(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context) {
+  // begun: the job's number, if nobody stays until it is done: whoever does it ends it.
+  void offer(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context, uint64_t begun = 0) {
+    begun_.store(begun, std::memory_order_release);
     task_.store(task, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
-    count_.store(count, std::memory_order_relaxed);
     num_wanted_.store(wanted, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
     left_.store(++job_ * kJob + static_cast<uint64_t>(count));  // in one order with `num_asleep_`: who lies down sees it, or is seen
@@ -78,10 +81,16 @@ class Pool {
       if (helper >= num_wanted_.load(std::memory_order_relaxed)) return false;
       const auto task = task_.load(std::memory_order_relaxed);
       void* const context = context_.load(std::memory_order_relaxed);
+      const uint64_t begun = begun_.load(std::memory_order_relaxed);
       const int64_t i = helper < 0 ? front(left) : back(left) - 1;
       if (!left_.compare_exchange_weak(left, helper < 0 ? left + kFront : left - 1, std::memory_order_acq_rel)) continue;
       task(context, i);
-      done_.fetch_add(1, std::memory_order_release);
+      if (begun) {
+        ended_.store(begun, std::memory_order_release);
+        busy_.clear(std::memory_order_release);
+      } else {
+        done_.fetch_add(1, std::memory_order_release);
+      }
       return true;
     }
     return false;
@@ -110,7 +119,8 @@ class Pool {
   }
 
   std::atomic<uint64_t> left_{0};
-  std::atomic<int64_t> done_{0}, count_{0}, num_wanted_{0};
+  std::atomic<int64_t> done_{0}, num_wanted_{0};
+  std::atomic<uint64_t> begun_{0}, ended_{0};  // numbers of jobs that `begin` offered: the latest job, else 0; the last one that is done
   std::atomic<void (*)(void*, int64_t)> task_{nullptr};
   std::atomic<void*> context_{nullptr};
   std::atomic<int> num_asleep_{0};
@@ -133,7 +143,7 @@ Pool*& the_pool() {
 }  // namespace
 
 void run(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context) { the_pool()->run(wanted, count, task, context); }
-bool begin(void (*task)(void*, int64_t), void* context) { return the_pool()->begin(task, context); }
-void finish() { the_pool()->finish(); }
+uint64_t begin(void (*task)(void*, int64_t), void* context) { return the_pool()->begin(task, context); }
+void finish(uint64_t begun) { the_pool()->finish(begun); }
 
 }  // namespace threads

@@ -13,10 +13,10 @@ namespace threads {
 // Runs task(context, i) for 0 <= i < count, on this thread and up to `wanted - 1` others, in any order. One caller at a time has helpers.
 void run(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context);
 
-// Starts task(context, 0) on another thread; false if all are taken. Whoever started it calls `finish`, which does it if nobody has begun it
-// by then. Meanwhile whatever else wants threads does without.
-bool begin(void (*task)(void*, int64_t), void* context);
-void finish();
+// Starts task(context, 0) on another thread and says what `finish` is to wait for, which does it itself if nobody has begun it by then; 0 if
+// all are taken. While it runs, whatever else wants threads does without.
+uint64_t begin(void (*task)(void*, int64_t), void* context);
+void finish(uint64_t begun);
 
 // The same as `run` for a callable f(i).
 template <class F>
