@@ -1,4 +1,4 @@
-// Logits to guess from: inputs and a head in 8 bits, each row of either with its own scale. A quarter of the products' instructions, and half
+// Logits to guess from: inputs and a head in 8 bits, each row of either with its own scale. Half of the instructions for products, and half
 // of the bytes, of bf16.
 #include <algorithm>
 #include <vector>
