@@ -418,7 +418,7 @@ class Runtime(Protocol):
 
     def chain(self, first: Sequence[Callable[[], object]], beside: Sequence[Callable[[], object]] = ()) -> Callable[[], Callable[[], None]]:
         """One call for several captured works: queues `first`, in order, and starts `beside` behind them, in order, beside the host's own
-        work where that can be. What the call returns waits for the latter; nothing else is queued before that.
+        work where that can be. What the call returns waits for the latter; what reads or writes what they use is queued behind that.
         """
 
 

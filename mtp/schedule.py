@@ -13,10 +13,11 @@ from itertools import pairwise
 MIN_SAMPLES = 3  # measured steps before a cost counts
 NEAR = 4  # doublings of the number of sequences over which costs by k are taken to keep their proportions until they are measured
 PROBE_EVERY, PROBE_SELDOM = 32, 512  # steps between turns of another k, at first and in the end
-REVIEW_EVERY = 8  # steps between looks for the best
-PROBE_STEPS = 4  # of one turn: after none the first has nothing to verify, then one pays for the change, and the others are measured
-COST_WEIGHT, PACE_WEIGHT = 0.5, 0.3  # of a new measurement
-MAX_CHANGE, MAX_OUTLIER = 1.5, 1.2  # times the known cost, of a turn and of a step: one that was held up tells little
+REVIEW_EVERY = 8  # steps between looks for the best, of which one is measured
+PACE_STEPS = 16  # before a turn, which all are: what others cost is told by what the best costs just then
+PROBE_STEPS = 3  # of one turn: the first is not measured
+COST_WEIGHT, PACE_WEIGHT = 0.4, 0.3  # of a new measurement
+MAX_CHANGE, MAX_OUTLIER = 1.4, 1.2  # times the known cost, of a turn's step and of others: one that was held up tells little
 MEMORY = 512  # drafts after which old acceptance counts for half
 STALE = 24  # drafts for which acceptance counts at most that was measured long ago: before a turn, where drafts were not made since
 # Before anything is known a draft is taken to stand more often than not, or nobody would try.
@@ -35,7 +36,6 @@ class _Load:
     wait: int = PROBE_EVERY  # steps before the next turn, without those
     interval: int = PROBE_EVERY
     num_turns: int = 0
-    turn: list[float] = field(default_factory=list)  # costs of measured steps of the turn that it is
 
     def known(self) -> list[int]:
         """Numbers of drafts whose cost is known."""
@@ -85,30 +85,22 @@ class DraftSchedule:
             return  # nobody will ask
         changed, self._latest = self._latest != num_drafts, num_drafts
         load = self._load(num_seqs)
-        if changed:  # it pays for that: rows are told anew, and nothing of it is in caches
-            load.turn.clear()
+        # Behind a change a step pays for it: rows are told anew, and nothing of it is in caches. Of many of the best, one tells enough.
+        if changed or (load.calm and num_drafts == load.best):
             return
-        if load.calm and num_drafts == load.best:
-            return  # of many one tells enough
+        if load.num_samples[num_drafts] < MIN_SAMPLES and load.complete:  # between two that are known: a better start than one step
+            load.costs, load.num_samples[num_drafts] = load.line(), MIN_SAMPLES
         cost, num_samples = load.costs[num_drafts], load.num_samples[num_drafts]
-        if not load.complete:
+        load.num_samples[num_drafts] += 1
+        if num_samples < MIN_SAMPLES:
             # The first steps of a kind may be slow for reasons of their own.
             load.costs[num_drafts] = min(cost, seconds / load.pace) if num_samples else seconds / load.pace
-            load.num_samples[num_drafts] += 1
-        elif num_drafts == load.best:
-            if num_samples < MIN_SAMPLES:  # between two that are known; from here on it is what those are measured by
-                cost, load.num_samples[num_drafts] = load.line()[num_drafts], MIN_SAMPLES
-                load.costs[num_drafts] = cost
-            load.pace *= _within(seconds / (cost * load.pace), MAX_OUTLIER) ** PACE_WEIGHT
+            return
+        change = seconds / (cost * load.pace)
+        if num_drafts == load.best:
+            load.pace *= _within(change, MAX_OUTLIER) ** PACE_WEIGHT
         else:
-            load.turn.append(seconds / load.pace)
-            if len(load.turn) < PROBE_STEPS - 2:
-                return
-            measured = min(load.turn)
-            load.turn.clear()
-            known = num_samples >= MIN_SAMPLES
-            load.costs[num_drafts] = cost * _within(measured / cost, MAX_CHANGE) ** COST_WEIGHT if known else measured
-            load.num_samples[num_drafts] = MIN_SAMPLES
+            load.costs[num_drafts] *= _within(change, MAX_CHANGE) ** COST_WEIGHT
 
     def acceptance(self) -> list[float]:
         """By position: how often a draft stands if all before it do."""
@@ -142,7 +134,7 @@ class DraftSchedule:
         load.wait -= 1
         if load.wait >= 0:
             if load.complete:
-                load.calm = min(REVIEW_EVERY - 1, load.wait)
+                load.calm = max(0, min(REVIEW_EVERY - 1, load.wait - PACE_STEPS))
                 load.wait -= load.calm
             return best
         if load.wait == -1:

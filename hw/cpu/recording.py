@@ -12,7 +12,6 @@ recordings together.
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import chain
 from typing import Generic
 
 import numpy as np
@@ -168,23 +167,29 @@ class Chain:
 
     def __init__(self, kernels: Kernels, first: Sequence[Callable[[], object]], beside: Sequence[Callable[[], object]]):
         self._kernels, self._parts, self._begun = kernels, (first, beside), 0
-        self._joined: list[_Calls] = []  # both parts, once they are known to be nothing but calls of kernels
+        self._joined: list[_Calls | None] = [None, None]  # each part, once it is known to be nothing but calls of kernels
+        self._nothing = _Calls(kernels, [], 0, [])
 
     def __call__(self) -> Callable[[], None]:
-        """Those beside run on another thread if all are nothing but calls of kernels and one can be had."""
-        if not self._joined:
-            self._run_each()
+        """Those beside run on another thread if they are nothing but calls of kernels and one can be had."""
+        first, beside = self._joined
+        if first is None:
+            first = self._run_each(0)
+        if beside is None:
+            first()
+            self._run_each(1)
         else:
-            first, beside = self._joined
             self._begun = self._kernels.begin_calls(first.start, beside.start, torch.get_num_threads() > 1)
         return self.finish
 
-    def _run_each(self) -> None:
-        for one in chain(*self._parts):
+    def _run_each(self, part: int) -> _Calls:
+        """Returns what is left to do of it: nothing."""
+        for one in self._parts[part]:
             one()
-        calls = [[one.calls() if isinstance(one, Captured) else None for one in part] for part in self._parts]
-        if None not in chain(*calls):
-            self._joined = [_Calls.joined(self._kernels, part) for part in calls]
+        calls = [one.calls() if isinstance(one, Captured) else None for one in self._parts[part]]
+        if None not in calls:
+            self._joined[part] = _Calls.joined(self._kernels, calls)
+        return self._nothing
 
     def finish(self) -> None:
         if self._begun:

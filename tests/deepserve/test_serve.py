@@ -275,7 +275,7 @@ def test_ctrl_c_while_starting(moment: str):
         assert not psutil.wait_procs(processes, WAIT_S)[1]
         said = [line for line in server.lines if not line.startswith("import time:")]
         assert said[-1] == LAST_LINES[code]
-        assert not any("Traceback" in line for line in said)
+        assert not any("Traceback" in line for line in said), said
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,22 @@ def test_works_of_a_chain_run_in_order(kernels, num_threads, num_beside, monkeyp
     assert [len(one._steps) for one in (first, second)] == [1, 1], "nothing is left to torch"
 
 
+def test_work_beside_what_torch_does_in_part(kernels, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    ops, weight, x, recorder = NativeOps(kernels), torch.randn(512, 64), torch.zeros(8, 64), Recorder(kernels)
+    exp, out = torch.zeros(8, 64), torch.zeros(8, 512)
+    first = recorder.capture(lambda: exp.copy_(x.exp().log1p()))
+    begin = recorder.chain([first], [recorder.capture(lambda: out.copy_(ops.linear(exp, weight)))])
+    with torch.inference_mode():
+        for number in range(20):
+            x.copy_(torch.randn(8, 64))
+            wait = begin()
+            assert number < 2 or begin._begun, "on another thread"
+            wait()
+            assert torch.equal(out, ops.linear(x.exp().log1p(), weight))
+    assert len(first._steps) > 1, "torch does a part"
+
+
 def test_several_who_share_the_threads(kernels, monkeypatch):
     """Each begins work and shares other work meanwhile, of others' and of its own."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)

@@ -183,3 +183,50 @@ def test_acceptance_counts_a_draft_only_where_those_before_it_stood():
     assert [after - b for after, b in zip(schedule._drafted, before, strict=True)] == [1, 1, 0]
     schedule.observe_drafts(2, 2)
     assert [after - b for after, b in zip(schedule._drafted, before, strict=True)] == [2, 2, 0]
+
+
+def steps_of(schedule: DraftSchedule, num_seqs: int, num_steps: int, acceptance: list[float], cost, rng: random.Random) -> list[int]:
+    """Choices where an engine reports what it does: not a step that makes more drafts than it verifies. cost: number of drafts and step."""
+    chosen, pending = [], 0
+    for step in range(num_steps):
+        k = schedule.choose(num_seqs)
+        verified = min(k, pending)
+        if verified:
+            schedule.observe_drafts(verified, next((j for j in range(verified) if rng.random() >= acceptance[j]), verified))
+        if k <= pending:
+            schedule.observe_step(num_seqs, k, cost(k, step) * rng.uniform(0.95, 1.05))
+        chosen.append(k)
+        pending = k
+    return chosen
+
+
+def test_what_no_draft_costs_need_not_be_known_for_the_rest_to_be_learnt(seed):
+    """A load begins with the proportions of another one; with two drafts the best, none gets no turn there. Then drafts become dear."""
+    rng, schedule = random.Random(seed), DraftSchedule(2)
+    steps_of(schedule, 1, 300, [0.9, 0.8], lambda k, _: 1 + 0.1 * k, rng)
+    assert set(steps_of(schedule, 2, 300, [0.9, 0.8], lambda k, _: 1 + 0.1 * k, rng)[-30:]) == {2}
+    chosen = steps_of(schedule, 2, 8 * PROBE_SELDOM, [0.9, 0.8], lambda k, _: 1 + 2.0 * k, rng)
+    assert chosen[-1000:].count(0) > 950
+
+
+def test_a_machine_that_becomes_faster_makes_no_turn_look_cheap(seed):
+    rng, schedule = random.Random(seed), DraftSchedule(1)
+    steps_of(schedule, 1, 1000, [0.9], lambda k, _: 3 * (1 + 0.3 * k), rng)
+    chosen = steps_of(schedule, 1, 4 * PROBE_SELDOM, [0.9], lambda k, _: 1 + 0.3 * k, rng)
+    assert chosen.count(1) > 0.95 * len(chosen)
+
+
+def test_a_step_of_a_turn_that_is_held_up_does_not_count(seed):
+    """Others take the machine for the second measured step of every turn."""
+    rng, schedule, run = random.Random(seed), DraftSchedule(1), 0
+    schedule.observe_drafts(1, 0)
+    chosen = []
+    for step in range(3000):
+        k = schedule.choose(1)
+        run = run + 1 if k else 0
+        if k:
+            schedule.observe_drafts(1, rng.random() < 0.55)
+        held = 4 if k and step > 100 and run == 4 else 1
+        schedule.observe_step(1, k, (1 + 0.4 * k) * held * rng.uniform(0.97, 1.03))
+        chosen.append(k)
+    assert chosen[200:].count(1) > 0.9 * len(chosen[200:])

@@ -179,7 +179,7 @@ void attend_all_pages(const Pages& a, const T* q, int64_t num_seqs, T* out, floa
   threads::share(threads, tasks, [&](int64_t task) {
     thread_local std::vector<float> acc;
     acc.resize(kRows * round_up(a.latent, kWide * kLanes));
-    const int64_t next = (task + threads) / groups;  // likely: tasks are taken in turn
+    const int64_t next = (task + 1) / groups;  // for the caller; helpers come from the other end
     attend_pages<T, kRows>(a, q, task / groups, task % groups * kRows, next < num_seqs ? next : -1, acc.data(), out, lse);
   });
 }

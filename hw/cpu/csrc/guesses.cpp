@@ -28,7 +28,8 @@ float narrow_row(const T* x, int64_t inner, int8_t* out, int32_t& too_large) {
   int32_t total = 0;
   for (int64_t k = 0; k < inner; k += kLanes) {
     float values[kLanes];
-    store(values, min(splat(127.0f), max(splat(-127.0f), round_even(mul(load_part(x + k, part(k)), inverse)))));
+    // What is no number becomes the second of two.
+    store(values, min(max(round_even(mul(load_part(x + k, part(k)), inverse)), splat(-127.0f)), splat(127.0f)));
     for (int i = 0; i < part(k); ++i) {
       out[k + i] = static_cast<int8_t>(values[i]);
       total += out[k + i];

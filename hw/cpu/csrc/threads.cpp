@@ -42,6 +42,10 @@ class Pool {
   uint64_t begin(void (*task)(void*, int64_t), void* context) {
     if (busy_.test_and_set(std::memory_order_acquire)) return 0;
     grow(1);
+    if (!num_helpers_) {
+      busy_.clear(std::memory_order_release);
+      return 0;
+    }
     const uint64_t begun = job_ + 1;
     offer(1, 1, task, context, begun);
     return begun;
@@ -50,7 +54,7 @@ class Pool {
   // Another job's number where this one's was means that it has ended, or that this is a forked process, which has no such job.
   void finish(uint64_t begun) {
     for (int spins = 0; begun_.load(std::memory_order_acquire) == begun && ended_.load(std::memory_order_acquire) < begun; ++spins)
-      if (!take()) spins < kSpinsForHelpers ? _mm_pause() : static_cast<void>(sched_yield());
+      if (!take(-1, begun)) spins < kSpinsForHelpers ? _mm_pause() : static_cast<void>(sched_yield());
   }
 
  private:
@@ -74,14 +78,15 @@ class Pool {
   static int64_t back(uint64_t left) { return static_cast<int64_t>(left % kFront); }
   static bool some(uint64_t left) { return front(left) < back(left); }
 
-  // Do one task; false if there is none.
-  bool take(int64_t helper = -1) {
+  // Do one task; false if there is none. only: of this job, if it was begun.
+  bool take(int64_t helper = -1, uint64_t only = 0) {
     uint64_t left = left_.load(std::memory_order_acquire);
     while (some(left)) {
       if (helper >= num_wanted_.load(std::memory_order_relaxed)) return false;
       const auto task = task_.load(std::memory_order_relaxed);
       void* const context = context_.load(std::memory_order_relaxed);
       const uint64_t begun = begun_.load(std::memory_order_relaxed);
+      if (only && begun != only) return false;
       const int64_t i = helper < 0 ? front(left) : back(left) - 1;
       if (!left_.compare_exchange_weak(left, helper < 0 ? left + kFront : left - 1, std::memory_order_acq_rel)) continue;
       task(context, i);

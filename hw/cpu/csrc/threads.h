@@ -14,7 +14,7 @@ namespace threads {
 void run(int64_t wanted, int64_t count, void (*task)(void*, int64_t), void* context);
 
 // Starts task(context, 0) on another thread and says what `finish` is to wait for, which does it itself if nobody has begun it by then; 0 if
-// all are taken. While it runs, whatever else wants threads does without.
+// there is none, or somebody else has them. While it runs, whatever else wants threads does without.
 uint64_t begin(void (*task)(void*, int64_t), void* context);
 void finish(uint64_t begun);
 

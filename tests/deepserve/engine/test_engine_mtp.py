@@ -4,6 +4,7 @@ Compared are whole stories, log-probabilities included, with `batch_invariant`, 
 """
 
 import dataclasses
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -59,6 +60,17 @@ def test_drafts_from_a_wrong_head_change_nothing_but_the_speed():
     stories = [run_together(engine, requests) for engine in (right, wrong)]
     assert [story.tokens for story in stories[0]] == [story.tokens for story in stories[1]]
     assert right.load().num_accepted_tokens > 10 > wrong.load().num_accepted_tokens
+
+
+def test_an_engine_that_goes_waits_for_its_drafts():
+    """They read its weights and caches, on another thread, and an idle engine has not waited for them."""
+    engine, waits = make_engine(**mtp(1)), []
+    run_together(engine, [Request(golden_cases()[0]["prompt_ids"], {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True})])
+    graphs = engine.runner.graphs
+    wait, graphs.wait = graphs.wait, lambda: (waits.append(True), wait())
+    del engine
+    gc.collect()
+    assert waits
 
 
 # The same tokens
