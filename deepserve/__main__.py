@@ -4,13 +4,14 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C while it is still being imported ends it without a traceback, as it does later."""
+    """Run the command line. Ctrl-C ends it without a traceback, also while it is still being imported, or begins."""
     try:
         from deepserve.cli import app
+
+        app()
     except KeyboardInterrupt:
         print("deepserve: interrupted", file=sys.stderr)
         sys.exit(130)
-    app()
 
 
 if __name__ == "__main__":

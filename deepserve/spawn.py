@@ -253,8 +253,13 @@ def start_rank(options: dict) -> subprocess.Popen:
     # Threads that wait for each other spin briefly, then sleep. Spinning as long as OpenMP likes makes a step ten times slower where
     # something else wants the cores; never spinning makes it three times slower where nothing does. `env` becomes the rank itself.
     command = ["env", f"GOMP_SPINCOUNT={SPIN_COUNT}", sys.executable, "-m", "deepserve.engine.loop"]
-    # A process group of its own: Ctrl-C is for whoever started the rank, also while the rank is still importing.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+    # A process group of its own: Ctrl-C is for whoever started the rank, also while the rank is still importing. Until it is in that group
+    # signals wait, and the rank ignores them once it runs.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(options) + b"\n")
     process.stdin.flush()

@@ -333,6 +333,7 @@ def main() -> int:
     # Service managers signal every process. Whoever started the rank drains first and then cuts the lifeline.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # what waited is ignored
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOptions)
     form = f"%(asctime)s %(levelname)s %(name)s, rank {options.rank}: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)

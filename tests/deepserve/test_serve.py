@@ -262,7 +262,12 @@ MOMENTS = {
     "imports of the rank": "(listening)",
     "warm-up": "(number of pages)",
 }
-LAST_LINES = {130: "deepserve: interrupted", 0: "deepserve: stopped, every request was finished"}
+LAST_LINES = {
+    130: "deepserve: interrupted",
+    # The same to a shell: where the signal came while a text was executed (as dataclasses do), CPython ends by it, whoever handled it.
+    -signal.SIGINT: "deepserve: interrupted",
+    0: "deepserve: stopped, every request was finished",
+}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -274,8 +279,8 @@ def test_ctrl_c_while_starting(moment: str):
         code = server.end()  # the server goes on while the signal is sent: either may be right
         assert not psutil.wait_procs(processes, WAIT_S)[1]
         said = [line for line in server.lines if not line.startswith("import time:")]
-        assert said[-1] == LAST_LINES[code]
-        assert not any("Traceback" in line for line in said), said
+        assert said[-1] == LAST_LINES.get(code), (code, "\n".join(said))
+        assert not any("Traceback" in line for line in said), "\n".join(said)
 
 
 @pytest.mark.parametrize(
